@@ -1,0 +1,1 @@
+"""Everything that talks to other processes: collectives, agreement between ranks, meshes and the launcher."""
