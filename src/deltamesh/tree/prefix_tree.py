@@ -217,8 +217,7 @@ def _nodes_from_shared_prefixes(
             parent[popped] = path[-1]
         if lengths[sequence] > keep:
             push(lengths[sequence], sequence)
-        else:
-            first[path[-1]] = min(first[path[-1]], sequence)
+        # otherwise it repeats the sequence before it, and the sort is stable: the smaller index has been here already
         end_node[sequence] = path[-1]
     while len(path) > 1:
         popped = path.pop()
