@@ -252,7 +252,8 @@ class HybridCausalLM(nn.Module):
             raise ValueError(f"recompute={recompute!r} is unknown; use one of {', '.join(get_args(Recompute))}")
         self.config = validate_config(config)
         self.tp_rank, self.tp_size, self.dtype = tp_rank, tp_size, dtype
-        self.specs: dict[str, ParamSpec] = param_specs(config)
+        self.base_specs: dict[str, ParamSpec] = param_specs(config)
+        self.lora_specs: dict[str, ParamSpec] = {}
         make = self.factory(torch.device(device))
         self.model = Decoder(config, make, backend=backend, recompute=recompute)
         tied = config.tie_word_embeddings
@@ -261,8 +262,13 @@ class HybridCausalLM(nn.Module):
     def factory(self, device: torch.device) -> ParamFactory:
         """Makes further parameters of this rank (LoRA factors)."""
         return ParamFactory(
-            specs=self.specs, tp_rank=self.tp_rank, tp_size=self.tp_size, dtype=self.dtype, device=device
+            specs=self.base_specs, tp_rank=self.tp_rank, tp_size=self.tp_size, dtype=self.dtype, device=device
         )
+
+    @property
+    def specs(self) -> dict[str, ParamSpec]:
+        """Every parameter by name: base weights, then LoRA factors. Same names as `named_parameters()`."""
+        return {**self.base_specs, **self.lora_specs}
 
     @property
     def vocab_start(self) -> int:

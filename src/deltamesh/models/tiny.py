@@ -42,7 +42,7 @@ def random_weights(model: HybridCausalLM, seed: int) -> None:
         False
     """
     parameters = dict(model.named_parameters())
-    for name, spec in model.specs.items():
+    for name, spec in model.base_specs.items():
         fill(parameters[name], _draw(spec, seed), spec, model.tp_rank, model.tp_size)
 
 

@@ -1,0 +1,264 @@
+"""LoRA from a `peft.LoraConfig`: what it matches here, the sharded factors, and PEFT's files."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils import INCLUDE_LINEAR_LAYERS_SHORTHAND
+from peft.utils.other import get_pattern_key
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Qwen3_5TextConfig
+
+from deltamesh.models.files import new_directory, resolve_directory
+from deltamesh.models.initialize import fill, normal, uniform
+from deltamesh.models.lora_config import check_lora_config
+from deltamesh.models.qwen3_5 import HybridCausalLM
+from deltamesh.models.sharding import ParamSpec
+from deltamesh.models.specs import linear_specs, param_specs
+from deltamesh.models.weights import checkpoint_name, load_files
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_HEAD = "lm_head"
+
+
+class LoraTargetError(ValueError):
+    """`target_modules` matches nothing, or something that cannot carry a LoRA here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraModule:
+    """The LoRA of one linear layer: its rank and the factor in front of B A."""
+
+    r: int
+    scaling: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraTargets:
+    """What a `LoraConfig` matches in a model.
+
+    Attributes:
+        modules: matched linear layers by module name, in module order.
+        counts: matched layers per kind (`in_proj_qkv`, `q_proj`, ...), for showing; kinds without a match count 0.
+        available: layers per kind in the model.
+        unmatched: entries of a list in `target_modules` that match no layer (usually a name of another model).
+    """
+
+    modules: Mapping[str, LoraModule]
+    counts: Mapping[str, int]
+    available: Mapping[str, int]
+    unmatched: tuple[str, ...]
+
+    def summary(self) -> str:
+        """One line, e.g. `in_proj_qkv 48/48, q_proj 16/16, lm_head 0/1`."""
+        return ", ".join(f"{kind} {self.counts[kind]}/{n}" for kind, n in self.available.items())
+
+
+def _kind(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
+def _other_modules(config: Qwen3_5TextConfig) -> list[str]:
+    """Names of all modules that are not linear layers: containers, norms, convolutions, the embedding."""
+    names: dict[str, None] = {}
+    for parameter in param_specs(config):
+        parts = parameter.split(".")[:-1]
+        names.update(dict.fromkeys(".".join(parts[:n]) for n in range(1, len(parts) + 1)))
+    linear = linear_specs(config)
+    return [name for name in names if name not in linear]
+
+
+def match_lora_targets(lora: LoraConfig, config: Qwen3_5TextConfig) -> LoraTargets:
+    """The linear layers that PEFT would put a LoRA on, with their ranks and scalings. Needs no model and no ranks.
+
+    `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern`, `rank_pattern` and `alpha_pattern`
+    are read by PEFT's own matcher. "all-linear" is every linear layer but the output head.
+
+    Raises:
+        UnsupportedLoraError: see `check_lora_config`.
+        LoraTargetError: nothing is matched, or a module that is not a linear layer.
+
+    Example:
+        >>> from deltamesh.models.config import tiny_config
+        >>> targets = match_lora_targets(LoraConfig(r=1, target_modules=["q_proj", "in_proj_qkv"]), tiny_config())
+        >>> targets.counts["in_proj_qkv"], targets.counts["q_proj"]
+        (3, 1)
+    """
+    check_lora_config(lora)
+    linear = linear_specs(config)
+    available = Counter(_kind(name) for name in linear)
+    asked = lora.target_modules
+    matcher = deepcopy(lora)
+    if isinstance(asked, str) and asked.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
+        matcher.target_modules = {name for name in linear if name != _HEAD}
+    names = [name for name in linear if check_target_module_exists(matcher, name)]
+    others = [name for name in _other_modules(config) if check_target_module_exists(matcher, name)]
+    if others:
+        raise LoraTargetError(
+            f"target_modules={asked!r} matches modules that are not linear layers: {', '.join(others[:5])}"
+            f"{' ...' if len(others) > 5 else ''}; a LoRA can go on {', '.join(available)}"
+        )
+    if not names:
+        raise LoraTargetError(
+            f"target_modules={asked!r} (exclude_modules={lora.exclude_modules!r}, "
+            f"layers_to_transform={lora.layers_to_transform!r}) matches no linear layer; available are "
+            f"{', '.join(available)} in layers 0 to {config.num_hidden_layers - 1}, or 'all-linear'"
+        )
+    if _HEAD in names and config.tie_word_embeddings:
+        raise LoraTargetError("a LoRA on lm_head is not supported where its weight is the embedding's; exclude lm_head")
+    counts = Counter(_kind(name) for name in names)
+    entries = [] if isinstance(asked, str) else sorted(asked)
+    return LoraTargets(
+        modules={name: _lora_module(lora, name) for name in names},
+        counts={kind: counts[kind] for kind in available},
+        available=dict(available),
+        unmatched=tuple(e for e in entries if not any(n == e or n.endswith(f".{e}") for n in linear)),
+    )
+
+
+def _lora_module(lora: LoraConfig, name: str) -> LoraModule:
+    r = lora.rank_pattern.get(get_pattern_key(list(lora.rank_pattern), name), lora.r)
+    alpha = lora.alpha_pattern.get(get_pattern_key(list(lora.alpha_pattern), name), lora.lora_alpha)
+    if r < 1:
+        raise LoraTargetError(f"rank_pattern gives {name} the rank {r}; ranks must be at least 1")
+    return LoraModule(r=r, scaling=alpha / (r**0.5 if lora.use_rslora else r))
+
+
+def lora_param_specs(targets: LoraTargets, config: Qwen3_5TextConfig) -> dict[str, ParamSpec]:
+    """The factors `<module>.lora_A.weight` [r, in] and `<module>.lora_B.weight` [out, r] of every matched layer."""
+    linear = linear_specs(config)
+    return {spec.name: spec for name, module in targets.modules.items() for spec in linear[name].lora(module.r)}
+
+
+def add_lora(model: HybridCausalLM, lora: LoraConfig, *, seed: int) -> LoraTargets:
+    """Puts the LoRA on `model`, draws its factors, and freezes everything else. `model.specs` gains the factors.
+
+    Factors are drawn for the whole layer from (`seed`, full parameter name) and then cut: A uniform in
+    +-1 / sqrt(in) (Kaiming with a = sqrt(5)), or normal with deviation 1 / r for "gaussian"; B zero. With
+    `init_lora_weights=False` B is uniform in +-1 / sqrt(r) as in PEFT, so that the adapter changes the model at once.
+
+    Raises:
+        UnsupportedLoraError, LoraTargetError: before anything is changed.
+        ValueError: the model has a LoRA already.
+
+    Example:
+        >>> from deltamesh.models import HybridCausalLM, tiny_config
+        >>> targets = add_lora(HybridCausalLM(tiny_config()), LoraConfig(r=1, target_modules="all-linear"), seed=0)
+        >>> targets.counts["lm_head"], len(targets.modules)
+        (0, 31)
+    """
+    targets = match_lora_targets(lora, model.config)
+    specs = lora_param_specs(targets, model.config)
+    if model.lora_specs:
+        raise ValueError("the model has a LoRA already; build a new model to put on another")
+    model.requires_grad_(False)
+    model.lora_specs.update(specs)
+    make = model.factory(model.lm_head.weight.device)
+    for name, module in targets.modules.items():
+        a, b = specs[f"{name}.lora_A.weight"], specs[f"{name}.lora_B.weight"]
+        a_RI, b_OR = make.make(a), make.make(b)
+        fill(a_RI, _draw_a(a, lora, seed), a, model.tp_rank, model.tp_size)
+        fill(b_OR, _draw_b(b, lora, seed), b, model.tp_rank, model.tp_size)
+        model.get_submodule(name).add_lora(a_RI, b_OR, module.scaling)
+    return targets
+
+
+def _draw_a(spec: ParamSpec, lora: LoraConfig, seed: int) -> Tensor:
+    r, fan_in = spec.shape
+    if lora.init_lora_weights == "gaussian":
+        return normal(spec, seed, 1 / r)
+    return uniform(spec, seed, -(fan_in**-0.5), fan_in**-0.5)
+
+
+def _draw_b(spec: ParamSpec, lora: LoraConfig, seed: int) -> Tensor:
+    if lora.init_lora_weights is False:
+        return uniform(spec, seed, -(spec.shape[1] ** -0.5), spec.shape[1] ** -0.5)
+    return torch.zeros(spec.shape)
+
+
+def export_adapter(
+    named_full_tensors: Iterable[tuple[str, Tensor]],
+    lora: LoraConfig,
+    targets: LoraTargets,
+    path: str | Path,
+    *,
+    base_model_name_or_path: str | None,
+    conditional_generation: bool = False,
+) -> None:
+    """Writes an adapter directory that PEFT loads. Atomic: whole or absent.
+
+    Args:
+        named_full_tensors: `<module>.lora_A.weight` and `<module>.lora_B.weight` of every matched layer, whole.
+        targets: the result of `add_lora`; "all-linear" is written as the kinds that were matched.
+        path: must not exist.
+        base_model_name_or_path: noted in adapter_config.json.
+        conditional_generation: name the layers as the vision-language class does (`model.language_model.layers...`),
+            for servers that load that class.
+
+    Raises:
+        FileExistsError: `path` exists.
+        ValueError: factors missing or left over.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_full_tensors}
+    expected = {f"{name}.lora_{factor}.weight" for name in targets.modules for factor in "AB"}
+    if tensors.keys() != expected:
+        raise ValueError(
+            f"the adapter needs exactly its factors: missing {sorted(expected - tensors.keys())}, "
+            f"left over {sorted(tensors.keys() - expected)}"
+        )
+    written = deepcopy(lora)
+    written.base_model_name_or_path = base_model_name_or_path
+    written.task_type = written.task_type or "CAUSAL_LM"
+    written.inference_mode = True
+    if isinstance(lora.target_modules, str) and lora.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
+        # PEFT reads the shorthand too, but would also put factors on a vision tower, for which there are no weights
+        written.target_modules = {kind for kind, n in targets.counts.items() if n}
+    inside = "model.language_model." if conditional_generation else "model."
+    keyed = {_PREFIX + name.replace("model.", inside, 1): tensor for name, tensor in tensors.items()}
+    with new_directory(path) as temporary:
+        written.save_pretrained(str(temporary))
+        save_file(keyed, temporary / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+
+def load_adapter(model: HybridCausalLM, name_or_path: str | Path) -> None:
+    """Fills the LoRA factors of `model` (after `add_lora`) with this rank's part of an adapter directory.
+
+    Raises:
+        WeightsError: the factors are not those of the model (other layers, or another rank); nothing was changed.
+        LoraTargetError: the adapter scales its factors otherwise than the model; nothing was changed.
+        UnsupportedLoraError: the adapter is more than a plain LoRA.
+        FileNotFoundError: no such directory, or no adapter in it.
+    """
+    directory = resolve_directory(name_or_path)
+    file = directory / ADAPTER_WEIGHTS
+    if not file.is_file():
+        raise FileNotFoundError(f"{directory} has no {ADAPTER_WEIGHTS}; give a directory written by PEFT")
+    saved = LoraConfig.from_pretrained(str(directory))
+    saved.lora_dropout = 0.0  # of the training that wrote it; nothing of it is in the factors
+    check_lora_config(saved)
+    parameters = dict(model.named_parameters())
+    factors = {name: parameters[name] for name in model.lora_specs}
+    for name in factors:
+        module = name.rsplit(".lora_", 1)[0]
+        wanted, here = _lora_module(saved, module).scaling, model.get_submodule(module).scaling
+        if wanted != here:
+            raise LoraTargetError(
+                f"{directory} scales the LoRA of {module} by {wanted}, the model by {here}; give the model the "
+                "adapter's r, lora_alpha, use_rslora and patterns"
+            )
+    load_files(
+        [file],
+        factors,
+        model.lora_specs,
+        tp_rank=model.tp_rank,
+        tp_size=model.tp_size,
+        rename=lambda key: checkpoint_name(key.removeprefix(_PREFIX)),
+        source=str(directory),
+    )
