@@ -17,6 +17,7 @@ from transformers import Qwen3_5TextConfig
 
 from deltamesh.models.files import new_directory, resolve_directory
 from deltamesh.models.initialize import fill, normal, uniform
+from deltamesh.models.layers import Linear
 from deltamesh.models.lora_config import check_lora_config
 from deltamesh.models.qwen3_5 import HybridCausalLM
 from deltamesh.models.sharding import ParamSpec
@@ -166,8 +167,14 @@ def add_lora(model: HybridCausalLM, lora: LoraConfig, *, seed: int) -> LoraTarge
         a_RI, b_OR = make.make(a), make.make(b)
         fill(a_RI, _draw_a(a, lora, seed), a, model.tp_rank, model.tp_size)
         fill(b_OR, _draw_b(b, lora, seed), b, model.tp_rank, model.tp_size)
-        model.get_submodule(name).add_lora(a_RI, b_OR, module.scaling)
+        _linear(model, name).add_lora(a_RI, b_OR, module.scaling)
     return targets
+
+
+def _linear(model: HybridCausalLM, name: str) -> Linear:
+    module = model.get_submodule(name)
+    assert isinstance(module, Linear), name
+    return module
 
 
 def _draw_a(spec: ParamSpec, lora: LoraConfig, seed: int) -> Tensor:
@@ -247,7 +254,7 @@ def load_adapter(model: HybridCausalLM, name_or_path: str | Path) -> None:
     factors = {name: parameters[name] for name in model.lora_specs}
     for name in factors:
         module = name.rsplit(".lora_", 1)[0]
-        wanted, here = _lora_module(saved, module).scaling, model.get_submodule(module).scaling
+        wanted, here = _lora_module(saved, module).scaling, _linear(model, module).scaling
         if wanted != here:
             raise LoraTargetError(
                 f"{directory} scales the LoRA of {module} by {wanted}, the model by {here}; give the model the "

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3_5TextConfig
 
-from deltamesh import ops
 from deltamesh.models.config import LINEAR_ATTENTION, validate_config
 from deltamesh.models.layers import (
     ConvWeight,
@@ -31,28 +30,37 @@ from deltamesh.models.layers import (
 )
 from deltamesh.models.sharding import ParamSpec
 from deltamesh.models.specs import param_specs, vocab_section
+from deltamesh.ops.causal_conv1d import causal_conv1d
 from deltamesh.ops.context import SliceContext
+from deltamesh.ops.gated_delta_rule import gated_delta_rule
+from deltamesh.ops.tree_attention import tree_attention
 
 Recompute = Literal["none", "selective", "full"]
 Tables = tuple[Tensor, Tensor]
 
 
-def _call(fn: Callable[..., Tensor], *args: Any) -> Tensor:
-    return fn(*args)
+class _Block(nn.Module):
+    """A module that runs inner functions through `run`: plainly, or with recomputation in the backward."""
+
+    def __init__(self, *, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+
+    def run(self, fn: Callable[..., Tensor], *args: Any) -> Tensor:
+        if not self.recompute:
+            return fn(*args)
+        # no early stop: ranks with other row counts may save other numbers of tensors, and would then stop before
+        # different collectives
+        out: Tensor = checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        return out
 
 
-def _recompute(fn: Callable[..., Tensor], *args: Any) -> Tensor:
-    # no early stop: ranks with other row counts may save other numbers of tensors, and would then stop before
-    # different collectives
-    out: Tensor = checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
-    return out
+def _rows_backend(backend: str) -> str:
+    """Backend of convolution and attention, which have a naive version and one other."""
+    return "naive" if backend == "naive" else "torch"
 
 
-def _runner(recompute: bool) -> Callable[..., Tensor]:
-    return _recompute if recompute else _call
-
-
-class GatedDeltaNet(KeepsFp32):
+class GatedDeltaNet(_Block, KeepsFp32):
     """Gated DeltaNet token mixer; `A_log` and `dt_bias` stay in fp32."""
 
     fp32_names = ("A_log", "dt_bias")
@@ -60,7 +68,7 @@ class GatedDeltaNet(KeepsFp32):
     def __init__(
         self, config: Qwen3_5TextConfig, prefix: str, make: ParamFactory, *, backend: str, recompute: bool
     ) -> None:
-        super().__init__()
+        super().__init__(recompute=recompute)
         self.dt_bias = make(f"{prefix}.dt_bias")
         self.A_log = make(f"{prefix}.A_log")
         self.conv1d = ConvWeight(make(f"{prefix}.conv1d.weight"))
@@ -74,42 +82,47 @@ class GatedDeltaNet(KeepsFp32):
         self.H = self.A_log.shape[0]
         self.Hk = self.H * config.linear_num_key_heads // config.linear_num_value_heads
         self.backend = backend
-        self.run = _runner(recompute)
 
     def forward(self, x_TD: Tensor, context: SliceContext) -> Tensor:
         """[T, D] -> this rank's part of [T, D]."""
         projected = (self.in_proj_qkv(x_TD), self.in_proj_z(x_TD), self.in_proj_b(x_TD), self.in_proj_a(x_TD))
-        return self.out_proj(self.run(self.core, *projected, context))
+        y_TD: Tensor = self.out_proj(self.run(self.core, *projected, context))
+        return y_TD
 
     def core(self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, context: SliceContext) -> Tensor:
         """Everything between the projections: qkv [T, 2 Hk K + H V], z [T, H V], b and a [T, H] -> [T, H V]."""
         T, key = qkv.shape[0], self.Hk * self.K
-        qkv = ops.causal_conv1d(
-            qkv, self.conv1d.weight.squeeze(1), context=context, activation="silu", backend=self.backend
+        qkv = causal_conv1d(
+            qkv,
+            self.conv1d.weight.squeeze(1),
+            context=context.conv,
+            activation="silu",
+            backend=_rows_backend(self.backend),
         )
         q, k, v = qkv.split([key, key, self.H * self.V], dim=-1)
         wide = wide_dtype(a.dtype)
         g_TH = -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide))
-        o, _ = ops.gated_delta_rule(
+        o, _ = gated_delta_rule(
             q.view(1, T, self.Hk, self.K),
             k.view(1, T, self.Hk, self.K),
             v.view(1, T, self.H, self.V),
             g_TH[None],
             b.sigmoid()[None],
             use_qk_l2norm=True,
-            context=context,
+            context=context.scan,
             backend=self.backend,
         )
-        return self.norm(o[0], z.view(T, self.H, self.V)).reshape(T, self.H * self.V)
+        normed: Tensor = self.norm(o[0], z.view(T, self.H, self.V))
+        return normed.reshape(T, self.H * self.V)
 
 
-class GatedAttention(nn.Module):
+class GatedAttention(_Block):
     """Softmax attention whose output is gated per head by the second half of that head's rows of `q_proj`."""
 
     def __init__(
         self, config: Qwen3_5TextConfig, prefix: str, make: ParamFactory, *, backend: str, recompute: bool
     ) -> None:
-        super().__init__()
+        super().__init__(recompute=recompute)
         self.q_proj = Linear(make(f"{prefix}.q_proj.weight"))
         self.k_proj = Linear(make(f"{prefix}.k_proj.weight"))
         self.v_proj = Linear(make(f"{prefix}.v_proj.weight"))
@@ -120,12 +133,12 @@ class GatedAttention(nn.Module):
         self.H = self.o_proj.weight.shape[1] // self.K
         self.J = self.k_proj.weight.shape[0] // self.K
         self.backend = backend
-        self.run = _runner(recompute)
 
     def forward(self, x_TD: Tensor, tables: Tables, context: SliceContext) -> Tensor:
         """[T, D] -> this rank's part of [T, D]."""
         projected = (self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD))
-        return self.o_proj(self.run(self.core, *projected, tables, context))
+        y_TD: Tensor = self.o_proj(self.run(self.core, *projected, tables, context))
+        return y_TD
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, context: SliceContext) -> Tensor:
         """Everything between the projections: q [T, H 2K] (query, gate per head), k and v [T, J K] -> [T, H K]."""
@@ -134,23 +147,31 @@ class GatedAttention(nn.Module):
         q_THK = rotate(self.q_norm(q_THK), tables)
         k_TJK = rotate(self.k_norm(k.view(T, self.J, self.K)), tables)
         v_TJK = v.view(T, self.J, self.K)
-        o_THK = ops.tree_attention(q_THK, k_TJK, v_TJK, scale=self.K**-0.5, context=context, backend=self.backend)
-        return (o_THK * gate_THK.sigmoid()).reshape(T, self.H * self.K)
+        o_THK = tree_attention(
+            q_THK,
+            k_TJK,
+            v_TJK,
+            scale=self.K**-0.5,
+            context=context.attention,
+            backend=_rows_backend(self.backend),
+        )
+        gated: Tensor = o_THK * gate_THK.sigmoid()
+        return gated.reshape(T, self.H * self.K)
 
 
-class MLP(nn.Module):
+class MLP(_Block):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, prefix: str, make: ParamFactory, *, recompute: bool) -> None:
-        super().__init__()
+        super().__init__(recompute=recompute)
         self.gate_proj = Linear(make(f"{prefix}.gate_proj.weight"))
         self.up_proj = Linear(make(f"{prefix}.up_proj.weight"))
         self.down_proj = Linear(make(f"{prefix}.down_proj.weight"))
-        self.run = _runner(recompute)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] -> this rank's part of [T, D]."""
-        return self.down_proj(self.run(self.core, self.gate_proj(x_TD), self.up_proj(x_TD)))
+        y_TD: Tensor = self.down_proj(self.run(self.core, self.gate_proj(x_TD), self.up_proj(x_TD)))
+        return y_TD
 
     @staticmethod
     def core(gate: Tensor, up: Tensor) -> Tensor:
@@ -187,11 +208,11 @@ class DecoderLayer(nn.Module):
         return x_SD + leave_tp(self.mlp(h_TD), context)
 
 
-class Decoder(nn.Module):
+class Decoder(_Block):
     """Embedding, layers and final norm: the part named `model.` in checkpoints."""
 
     def __init__(self, config: Qwen3_5TextConfig, make: ParamFactory, *, backend: str, recompute: Recompute) -> None:
-        super().__init__()
+        super().__init__(recompute=recompute == "full")
         vocab_start, _ = vocab_section(config).range(make.tp_rank, make.tp_size)
         self.embed_tokens = VocabParallelEmbedding(make("model.embed_tokens.weight"), vocab_start, config.pad_token_id)
         self.layers = nn.ModuleList(
@@ -200,7 +221,6 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(make("model.norm.weight"), config.rms_norm_eps)
         self.rotary = Rotary(head_dim=config.head_dim, rope_parameters=config.rope_parameters)
-        self.run = _runner(recompute == "full")
 
     def forward(self, tokens_T: Tensor, context: SliceContext) -> Tensor:
         """int64 [T] -> [S, D]."""
@@ -208,7 +228,8 @@ class Decoder(nn.Module):
         tables = self.rotary.tables(context.positions_T, x_SD.dtype)
         for layer in self.layers:
             x_SD = self.run(layer, x_SD, tables, context)
-        return self.norm(x_SD)
+        hidden_SD: Tensor = self.norm(x_SD)
+        return hidden_SD
 
 
 class HybridCausalLM(nn.Module):
@@ -223,7 +244,7 @@ class HybridCausalLM(nn.Module):
         device: where to allocate them.
         recompute: what to compute again in the backward instead of keeping: "none", "selective" (the token mixers
             between their projections, and the MLP's product), or "full" (whole layers).
-        backend: passed to every op.
+        backend: of the delta rule ("torch", "naive", "fla"); "naive" is passed to the other ops too.
 
     Raises:
         UnsupportedConfigError: the configuration asks for something that is not computed here.
