@@ -4,7 +4,7 @@ A pure function of token ids, targets and the degree: each rank computes the sam
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,9 @@ from deltamesh.plan.links import ScanLinks, plan_links
 from deltamesh.plan.pieces import Ints, Pieces
 from deltamesh.plan.slices import CutForest, cut_forest
 from deltamesh.tree import Edges, PrefixTree, SequenceRows, all_sequence_rows, build_edges, build_prefix_tree, build_stream
+
+CutRule = Callable[[PrefixTree, int], Ints]
+"""From a tree and the number of slices to cuts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +82,7 @@ def plan_micro_batch(
     conv_width: int,
     cost: CostModel,
     hidden_wanted: Sequence[bool] | None = None,
-    cuts: npt.ArrayLike | None = None,
+    cuts: CutRule | None = None,
 ) -> MicroBatchPlan:
     """Plans a micro-batch for `num_slices` cp ranks.
 
@@ -90,7 +93,7 @@ def plan_micro_batch(
         conv_width: taps of the causal convolution.
         cost: how rows are weighed when the cuts are chosen.
         hidden_wanted: whether the hidden states of each sequence are wanted.
-        cuts: int [num_slices + 1], to place the cuts by hand.
+        cuts: places the cuts instead of the cost; given the tree and `num_slices`, returns int64 [num_slices + 1].
 
     Raises:
         ValueError: an empty sequence, targets of another shape, impossible cuts.
@@ -103,11 +106,7 @@ def plan_micro_batch(
     tree = build_prefix_tree(sequences)
     edges = build_edges(tree, targets)
     stream = build_stream(tree)
-    chosen = (
-        balanced_cuts(cost.rows(stream.position_T), num_slices)
-        if cuts is None
-        else np.asarray(cuts, dtype=np.int64).reshape(-1)
-    )
+    chosen = balanced_cuts(cost.rows(stream.position_T), num_slices) if cuts is None else cuts(tree, num_slices)
     if len(chosen) != num_slices + 1:
         raise ValueError(f"{len(chosen)} cuts were given for {num_slices} slices; give {num_slices + 1}")
     forest = cut_forest(tree.node_parent, tree.node_start, tree.node_length, chosen)

@@ -1,0 +1,206 @@
+"""`TrainerRank`: one rank of a training job. All ranks make the same calls with the same arguments."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from deltamesh.distributed.agreement import agree
+from deltamesh.distributed.collectives import all_reduce
+from deltamesh.distributed.mesh import Mesh, build_mesh
+from deltamesh.models import HybridCausalLM
+from deltamesh.models.lora import LoraTargets
+from deltamesh.ops.context import SliceContext
+from deltamesh.plan.plan import MicroBatchPlan, plan_micro_batch
+from deltamesh.topology import Topology
+from deltamesh.train import saving
+from deltamesh.train.micro_batches import CheckedInput, Deal, Item, MicroBatch, check_inputs, deal
+from deltamesh.train.optim import AdamParams, ShardedAdamW, StepResult
+from deltamesh.train.outputs import source_order_outputs
+from deltamesh.train.setup import CutRule, ModelSettings, build_model, cost_model
+
+
+class TrainerRank:
+    """Forward passes, gradients and optimizer steps of one rank of a dp x cp x tp mesh.
+
+    Made with `from_pretrained`. Sums, not means: outputs are per input, the caller makes the loss, and `optim_step`
+    adds up what all ranks owe. Outputs are the same on every cp and tp rank of a dp coordinate; compute the same loss
+    on each of them.
+
+    Example:
+        >>> rank = TrainerRank.from_pretrained("tiny", topology=Topology())
+        >>> from deltamesh.train.micro_batches import ForwardInput
+        >>> for batch in rank.forward_micro_batches([ForwardInput(input_tokens=[1, 2], target_tokens=[2, 3])]):
+        ...     (-sum(out.target_logprobs.sum() for out in batch.outputs)).backward()
+        >>> rank.optim_step(AdamParams(learning_rate=1e-3)).skipped
+        False
+    """
+
+    def __init__(
+        self, model: HybridCausalLM, mesh: Mesh, settings: ModelSettings, lora_targets: LoraTargets | None = None
+    ) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.settings = settings
+        self.lora_targets = lora_targets
+        self.specs = {**model.specs, **model.lora_specs}
+        self._cost = cost_model(model.config)
+        self._optimizer = ShardedAdamW(self.trainable_parameters(), self.specs, mesh, sp=mesh.topology.sp)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        topology: Topology | None = None,
+        lora: LoraConfig | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        recompute: str = "none",
+        max_rows: int = 16384,
+        seed: int = 0,
+        backend: str = "torch",
+        cuts: CutRule | None = None,
+    ) -> "TrainerRank":
+        """Builds this rank's part of a model and loads its weights.
+
+        Args:
+            name_or_path: "tiny", a Hugging Face directory, or a Hub id.
+            topology: sizes of the mesh; by default from DELTAMESH_* variables and the world size.
+            lora: train only this adapter; None trains every parameter.
+            dtype: torch.float64, float32 or bfloat16.
+            device: by default the current CUDA device where there is one, else the CPU.
+            recompute: "none", "selective" or "full".
+            max_rows: token budget of a micro-batch, shared prefixes counted once.
+            seed: of random weights and of the adapter.
+            backend: of the ops.
+            cuts: places the cuts of a tree, given (tree, cp); by default they balance the cost.
+
+        Raises:
+            ValueError: a topology that fits neither the world nor the model, an unsupported configuration or adapter,
+                missing or extra weights. The same on every rank.
+        """
+        mesh = build_mesh(topology or Topology.from_env(world_size=_world_size()))
+        settings = ModelSettings(
+            name_or_path=str(name_or_path), lora=lora, dtype=dtype, device=device, recompute=recompute,
+            max_rows=max_rows, seed=seed, backend=backend, cuts=cuts,
+        )  # fmt: skip
+        model, targets = agree(
+            lambda: build_model(settings, mesh), lambda built: saving.shape_digest(built[0]), mesh.world, what="the model"
+        )
+        return cls(model, mesh, settings, targets)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.model.model.norm.weight.device
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parts of what is trained, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def forward_micro_batches(self, inputs: Sequence[Item]) -> Iterator[MicroBatch]:
+        """Runs the inputs of this dp rank, a micro-batch at a time.
+
+        Items are dealt to dp ranks by cost and packed by `max_rows`; a nested sequence of inputs stays together. Call
+        backward on each micro-batch before taking the next, or keep the outputs and pay for their memory.
+
+        Args:
+            inputs: the same on every rank of the mesh.
+
+        Raises:
+            ValueError, TypeError: bad inputs.
+            RankDisagreement: ranks were given different inputs, or one failed; the same text on every rank.
+        """
+        dealt = agree(lambda: self._deal(inputs), lambda d: d.digest, self.mesh.world, what="the batch of inputs")
+        mine = dealt.by_dp[self.mesh.dp.rank]
+        for number, checked in enumerate(mine):
+            yield self._forward(checked, f"the plan of micro-batch {number}")
+
+    def reduce(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Sums named numbers over dp (cp and tp ranks hold the same ones already).
+
+        Example:
+            >>> TrainerRank.from_pretrained("tiny", topology=Topology()).reduce({"loss": 2.0})
+            {'loss': 2.0}
+        """
+        names = sorted(values)
+        local = torch.tensor([float(values[name]) for name in names], dtype=torch.float64, device=self.device)
+        return dict(zip(names, all_reduce(local, self.mesh.dp).tolist(), strict=True))
+
+    def optim_step(self, params: AdamParams, scale_grads: float = 1.0) -> StepResult:
+        """Sums gradients over the mesh, clips by the global norm and takes one AdamW step.
+
+        Gradients that are not finite leave parameters and optimizer state as they were; the result says so.
+
+        Args:
+            params: settings of the step.
+            scale_grads: factor on the summed gradients, for example 1 / number of trained tokens.
+        """
+        return self._optimizer.step(params, scale_grads)
+
+    def reduced_gradients(self) -> dict[str, Tensor]:
+        """This rank's parts of the summed gradients, before scaling; for inspection and tests."""
+        return self._optimizer.reduced_gradients()
+
+    def global_norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """The L2 norm of the whole gradient of which `gradients` are this rank's parts."""
+        return self._optimizer.global_norm(gradients)
+
+    def full_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors from this rank's parts (parameters or gradients), one at a time, on every rank."""
+        return saving.full_tensors(tensors, self.specs, self.mesh.tp)
+
+    def export_lora(self, path: str | Path) -> None:
+        """Writes the adapter in PEFT's format, from one rank; the directory must not exist."""
+        saving.export_lora(self.model, self.lora_targets, self.settings, self.mesh, Path(path))
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Writes the base weights as a Hugging Face directory, from one rank; the directory must not exist."""
+        saving.save_pretrained(self.model, self.mesh, Path(path))
+
+    def _deal(self, inputs: Sequence[Item]) -> Deal:
+        checked = check_inputs(inputs, self.model.config.vocab_size)
+        return deal(checked, dp=self.mesh.dp.size, max_rows=self.settings.max_rows, cost=self._cost)
+
+    def _forward(self, checked: list[CheckedInput], what: str) -> MicroBatch:
+        plan = agree(lambda: self._plan(checked), lambda plan: plan.digest, self.mesh.cp_tp, what=what)
+        own = plan.slices[self.mesh.cp.rank]
+        context = SliceContext.from_plan(
+            own, cp=self.mesh.cp, tp=self.mesh.tp, sp=self.mesh.topology.sp, device=self.device
+        )
+        tokens = torch.from_numpy(own.tokens).to(self.device)
+        hidden = self.model(tokens, context)
+        return MicroBatch(
+            inputs=[x.source for x in checked],
+            outputs=source_order_outputs(self.model, hidden, plan, context, checked),
+            indices=[x.index for x in checked],
+            stats=self._stats(plan),
+        )
+
+    def _plan(self, checked: list[CheckedInput]) -> MicroBatchPlan:
+        return plan_micro_batch(
+            [x.tokens for x in checked],
+            [x.targets for x in checked],
+            num_slices=self.mesh.cp.size,
+            conv_width=self.model.config.linear_conv_kernel_dim,
+            cost=self._cost,
+            hidden_wanted=[x.source.hidden_states for x in checked],
+            cuts=self.settings.cuts,
+        )
+
+    def _stats(self, plan: MicroBatchPlan) -> dict[str, float]:
+        work = [float(self._cost.rows(s.positions).sum()) for s in plan.slices]
+        return {
+            "rows": plan.tree.num_rows,
+            "tokens": plan.tree.num_source_tokens,
+            "sequences": plan.tree.num_sequences,
+            "edges": plan.edges.num_edges,
+            "busiest_over_mean": max(work) * len(work) / sum(work),
+        }
+
+
+def _world_size() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
