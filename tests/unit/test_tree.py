@@ -96,7 +96,8 @@ def test_children_stand_in_order_of_first_appearance_not_of_token():
 
 def test_duplicates_share_every_row():
     tree = build_prefix_tree([[4, 5, 6]] * 3)
-    assert tree.num_nodes == 1 and tree.sequence_node.tolist() == [0, 0, 0]
+    assert tree.num_nodes == 1
+    assert tree.sequence_node.tolist() == [0, 0, 0]
     assert all_sequence_rows(tree).rows.tolist() == [0, 1, 2] * 3
 
 
@@ -118,7 +119,8 @@ def test_depth_20_forks_at_every_token():
 def test_a_chain_of_5000_nested_sequences_needs_no_recursion():
     chain = np.arange(5000)
     tree = build_prefix_tree([chain[: i + 1] for i in range(5000)])
-    assert (tree.node_length == 1).all() and tree.node_parent.tolist() == list(range(-1, 4999))
+    assert (tree.node_length == 1).all()
+    assert tree.node_parent.tolist() == list(range(-1, 4999))
     assert sequence_rows(tree, 4999).tolist() == list(range(5000))
     assert all_sequence_rows(tree).of(4321).tolist() == list(range(4322))
 
@@ -127,14 +129,16 @@ def test_5000_one_token_sequences_are_5000_roots_in_input_order():
     tokens = np.random.default_rng(0).permutation(5000)
     tree = build_prefix_tree(tokens[:, None])
     assert tree.tokens.tolist() == tokens.tolist()
-    assert (tree.node_parent == -1).all() and (tree.node_length == 1).all()
+    assert (tree.node_parent == -1).all()
+    assert (tree.node_length == 1).all()
     assert (build_stream(tree).predecessor_T == -1).all()
 
 
 def test_no_sequences_is_an_empty_tree():
     tree = build_prefix_tree([])
     assert tree.num_nodes == tree.num_rows == tree.num_sequences == 0
-    assert len(build_stream(tree).tin_T) == 0 and all_sequence_rows(tree).offsets.tolist() == [0]
+    assert len(build_stream(tree).tin_T) == 0
+    assert all_sequence_rows(tree).offsets.tolist() == [0]
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint64])

@@ -62,19 +62,22 @@ def test_the_last_row_of_a_shared_prefix_has_one_edge_per_child():
 
 def test_no_targets_anywhere_is_no_edges():
     edges = build_edges(build_prefix_tree([[1, 2], [3]]), [None, [-100]])
-    assert edges.num_edges == 0 and edges.edge_of.tolist() == [-1, -1, -1]
+    assert edges.num_edges == 0
+    assert edges.edge_of.tolist() == [-1, -1, -1]
     assert build_edges(build_prefix_tree([]), []).num_edges == 0
 
 
 def test_another_ignore_index_can_be_chosen():
     edges = build_edges(build_prefix_tree([[1, 2]]), [[0, 2]], ignore_index=0)
-    assert edges.edge_of.tolist() == [-1, 0] and edges.target_E.tolist() == [2]
+    assert edges.edge_of.tolist() == [-1, 0]
+    assert edges.target_E.tolist() == [2]
 
 
 def test_huge_target_ids_do_not_overflow_the_sort():
     big = np.iinfo(np.int64).max
     edges = build_edges(build_prefix_tree([[1, 2], [1, 2]]), [[big, 0], [big - 1, 0]])
-    assert edges.row_E.tolist() == [0, 0, 1] and edges.target_E.tolist() == [big - 1, big, 0]
+    assert edges.row_E.tolist() == [0, 0, 1]
+    assert edges.target_E.tolist() == [big - 1, big, 0]
 
 
 @pytest.mark.parametrize(
