@@ -7,7 +7,6 @@ import pytest
 
 from deltamesh.data import BatchSampler, Example, data_digest
 
-
 # argsort of the raw bits of PCG64(SeedSequence([7, epoch]))
 PINNED = [(0, (6, 3, 4, 0, 2, 7, 5, 1)), (1, (1, 3, 2, 7, 4, 5, 0, 6))]
 
@@ -17,6 +16,11 @@ def make_items(num, *, first=0, weight=1.0):
         return Example(input_tokens=np.array([i]), target_tokens=np.array([i]), weights=np.array([weight]))
 
     return [tuple(example(first + 10 * i + j) for j in range(1 + i % 3)) for i in range(num)]
+
+
+def zeros(num):
+    ids = np.zeros(num, dtype=np.int64)
+    return Example(input_tokens=ids, target_tokens=ids, weights=np.zeros(num))
 
 
 def take(sampler, num):
@@ -127,6 +131,8 @@ def test_the_digest_sees_tokens_targets_weights_order_and_grouping():
         make_items(4, first=1),
         [*items[1:], (Example(input_tokens=a.input_tokens, target_tokens=b.target_tokens, weights=a.weights),)],
         [(a, b)],
+        [(zeros(1), zeros(2))],  # the same bytes as the next one, cut elsewhere
+        [(zeros(2), zeros(1))],
         [(a,), (b,)],
     ]
     assert len({data_digest(variant) for variant in variants}) == len(variants)
