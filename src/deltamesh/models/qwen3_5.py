@@ -29,7 +29,7 @@ from deltamesh.models.layers import (
     wide_dtype,
 )
 from deltamesh.models.sharding import ParamSpec
-from deltamesh.models.specs import param_specs, vocab_section
+from deltamesh.models.specs import check_tp, param_specs, vocab_section
 from deltamesh.ops.causal_conv1d import causal_conv1d
 from deltamesh.ops.context import SliceContext
 from deltamesh.ops.gated_delta_rule import gated_delta_rule
@@ -272,6 +272,7 @@ class HybridCausalLM(nn.Module):
         if recompute not in get_args(Recompute):
             raise ValueError(f"recompute={recompute!r} is unknown; use one of {', '.join(get_args(Recompute))}")
         self.config = validate_config(config)
+        check_tp(config, tp_size)
         self.tp_rank, self.tp_size, self.dtype = tp_rank, tp_size, dtype
         self.base_specs: dict[str, ParamSpec] = param_specs(config)
         self.lora_specs: dict[str, ParamSpec] = {}

@@ -123,6 +123,16 @@ def linear_specs(config: Qwen3_5TextConfig) -> dict[str, LinearSpec]:
     return {spec.name: spec for spec in [*specs, head]}
 
 
+def check_tp(config: Qwen3_5TextConfig, tp_size: int) -> None:
+    """Passes if the model's heads, columns and vocabulary rows can be dealt to `tp_size` ranks.
+
+    Raises:
+        ValueError: the first thing that cannot, with the sizes of tp that it allows.
+    """
+    for section in dict.fromkeys(s for linear in linear_specs(config).values() for s in linear.sections):
+        section.range(tp_size - 1, tp_size)
+
+
 def param_specs(config: Qwen3_5TextConfig) -> dict[str, ParamSpec]:
     """Every base parameter by Hugging Face's name, in checkpoint order; no `lm_head.weight` where embeddings are tied.
 

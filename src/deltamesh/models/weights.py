@@ -55,6 +55,7 @@ def load_files(
     tp_size: int,
     rename: Callable[[str], str | None],
     source: str,
+    tied: Mapping[str, str] | None = None,
 ) -> None:
     """Copies this rank's part of every named parameter out of safetensors files, cast to the parameter's dtype.
 
@@ -62,12 +63,14 @@ def load_files(
         parameters: to fill, by name; each name must be in `specs`.
         rename: checkpoint key -> parameter name, or None to pass over the key.
         source: what the files are, for messages.
+        tied: names that need not be there, and must equal the parameter given for them where they are.
 
     Raises:
         WeightsError: missing, unknown, doubled or wrongly shaped tensors; all are listed, and nothing was changed.
     """
     with ExitStack() as stack:
         found: dict[str, Any] = {}
+        copies: dict[str, Any] = {}
         problems: list[str] = []
         for file in files:
             handle = stack.enter_context(safe_open(file, framework="pt"))
@@ -77,6 +80,8 @@ def load_files(
                     continue
                 if name in found:
                     problems.append(f"given twice: {name} (as {key} in {file.name})")
+                elif name in (tied or {}):
+                    copies[name] = handle.get_slice(key)
                 elif name not in parameters:
                     problems.append(f"unknown: {key}")
                 else:
@@ -87,6 +92,13 @@ def load_files(
             for name, tensor in found.items()
             if tuple(tensor.get_shape()) != specs[name].shape
         ]
+        for name, other in (tied or {}).items():
+            if name in copies and other in found and not problems:
+                pair = (read_local(t, specs[other], tp_rank, tp_size) for t in (copies[name], found[other]))
+                if not torch.equal(*pair):
+                    problems.append(
+                        f"not equal: {name} and {other}, but tie_word_embeddings is set; unset it in the config"
+                    )
         if problems:
             rest = f"\n  ... and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
             listed = "\n  ".join(problems[:_LISTED])
@@ -99,7 +111,7 @@ def load_directory(model: HybridCausalLM, name_or_path: str | Path) -> None:
     """Fills the base weights of `model` with this rank's part of a checkpoint.
 
     Reads `model.safetensors` or the shards of its index, of the text or of the vision-language class (whose vision and
-    multi-token-prediction weights are passed over). A tied checkpoint's own copy of the head is not read.
+    multi-token-prediction weights are passed over). A tied checkpoint may hold its head a second time, but not another.
 
     Raises:
         WeightsError: the tensors are not those of the model; nothing was changed.
@@ -107,19 +119,15 @@ def load_directory(model: HybridCausalLM, name_or_path: str | Path) -> None:
     """
     directory = resolve_directory(name_or_path)
     parameters = dict(model.named_parameters())
-
-    def rename(key: str) -> str | None:
-        name = checkpoint_name(key)
-        return None if name == "lm_head.weight" and model.config.tie_word_embeddings else name
-
     load_files(
         tensor_files(directory),
         {name: parameters[name] for name in model.base_specs},
         model.base_specs,
         tp_rank=model.tp_rank,
         tp_size=model.tp_size,
-        rename=rename,
+        rename=checkpoint_name,
         source=str(directory),
+        tied={"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else None,
     )
 
 
