@@ -8,7 +8,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,14 +77,14 @@ def measure(name: str, num: int, length: int, repeats: int) -> dict[str, object]
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, default=1000)
     parser.add_argument("--length", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "tree.json")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     results = [measure(name, args.sequences, args.length, args.repeats) for name in CASES]
     print(f"{'case':<22}{'rows':>10}{'nodes':>8}{'build s':>10}{'stream s':>10}{'rows s':>10}{'edges s':>10}")
     for r in results:

@@ -1,5 +1,7 @@
 """Prefix trees and streams against a brute-force trie, and the shapes that break tree code."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -132,6 +134,21 @@ def test_5000_one_token_sequences_are_5000_roots_in_input_order():
     assert (tree.node_parent == -1).all()
     assert (tree.node_length == 1).all()
     assert (build_stream(tree).predecessor_T == -1).all()
+
+
+@pytest.mark.parametrize("case", ["random", "equal", "comb", "last token"])
+def test_a_million_tokens_build_in_under_two_seconds(case):
+    spine, i = np.arange(1000), np.arange(1000)[:, None]
+    rows = {
+        "random": np.random.default_rng(0).integers(0, 150_000, size=(1000, 1000)),
+        "equal": np.tile(spine, (1000, 1)),
+        "comb": np.where(spine < i, spine, spine + 1000 * (1 + i)),
+        "last token": np.where(spine < 999, spine, spine + i),
+    }[case]
+    start = time.perf_counter()
+    tree = build_prefix_tree(list(rows))
+    assert time.perf_counter() - start < 2.0  # about 0.015 s when nothing else runs
+    assert tree.num_source_tokens == 1_000_000
 
 
 def test_no_sequences_is_an_empty_tree():

@@ -20,7 +20,8 @@ class TransformersTokenizer:
     Otherwise each assistant message is replaced by a marker and the conversation is rendered again: what differs
     between the two renderings is that message. (Rendering growing prefixes of the conversation is not enough: several
     templates render a turn differently, for instance without its reasoning, once later turns follow.) A token counts if
-    it begins inside the message; the special token that ends the turn counts too.
+    it begins inside the message; the special token that ends the turn counts too. What a template puts
+    before a message of its own accord (a role, an empty reasoning block) is not learned.
 
     Args:
         tokenizer: a `PreTrainedTokenizerFast` (slow ones do not report the characters of a token).
