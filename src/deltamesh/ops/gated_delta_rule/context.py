@@ -1,0 +1,65 @@
+"""What the scan needs to know about its slice, made once per micro-batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deltamesh.distributed.collectives import Group
+from deltamesh.ops.gated_delta_rule.carrier import Carrier, LocalCarrier
+from deltamesh.ops.gated_delta_rule.scan_carrier import ScanCarrier
+from deltamesh.ops.gated_delta_rule.schedule import Schedule
+from deltamesh.plan.links import ScanLinks
+from deltamesh.plan.pieces import Pieces
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScanContext:
+    """One slice as the gated delta rule sees it.
+
+    Attributes:
+        schedule: the chunks of the slice.
+        carrier: brings the states of slots `num_given`.. in and takes gradients out.
+
+    Example:
+        >>> context = ScanContext.build(chain_pieces(100), finals=[0])
+        >>> context.num_given, context.finals
+        (0, (0,))
+    """
+
+    schedule: Schedule
+    carrier: Carrier
+
+    @property
+    def num_given(self) -> int:
+        """Slots 0..num_given-1 hold the rows of `initial_state`; no carrier touches them."""
+        return self.schedule.num_given
+
+    @property
+    def finals(self) -> tuple[int, ...]:
+        """Pieces whose last state is returned."""
+        return self.schedule.final_pieces
+
+    @staticmethod
+    def build(
+        pieces: Pieces,
+        *,
+        device: torch.device | str = "cpu",
+        carrier: Carrier | None = None,
+        num_given: int = 0,
+        finals: Sequence[int] = (),
+    ) -> "ScanContext":
+        """Schedules `pieces`; without a carrier the slice must be the whole stream.
+
+        Raises:
+            ValueError: num_given or finals do not fit the pieces.
+        """
+        return ScanContext(
+            schedule=Schedule(pieces, torch.device(device), num_given=num_given, finals=finals),
+            carrier=LocalCarrier() if carrier is None else carrier,
+        )
+
+    @staticmethod
+    def from_plan(pieces: Pieces, links: ScanLinks, *, group: Group, device: torch.device) -> "ScanContext":
+        """One rank's slice of a plan, its states carried over `group`."""
+        return ScanContext.build(pieces, device=device, carrier=ScanCarrier(links, group, device))
