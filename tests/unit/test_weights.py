@@ -183,6 +183,17 @@ def test_an_existing_path_is_never_overwritten(saved: Path) -> None:
     assert (saved / "model.safetensors").read_bytes() == before
 
 
+def test_a_path_that_appears_during_a_save_is_not_replaced(tmp_path: Path) -> None:
+    def slow() -> Iterator[tuple[str, Tensor]]:
+        yield from tiny_state(0).items()
+        (tmp_path / "model").mkdir()  # another process was faster
+
+    with pytest.raises(FileExistsError, match="exists already"):
+        save_directory(slow(), tiny_config(), tmp_path / "model", dtype=torch.float32)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert list((tmp_path / "model").iterdir()) == []
+
+
 def test_directories_without_weights_say_what_is_missing(saved: Path, tmp_path: Path) -> None:
     model = HybridCausalLM(tiny_config())
     (saved / "model.safetensors").rename(saved / "other.safetensors")
