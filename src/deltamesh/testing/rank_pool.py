@@ -111,7 +111,7 @@ class RankPool:
 
         Raises:
             RanksFailed: the function failed on some ranks.
-            TimeoutError: no rank failed, but some gave no answer within `timeout` seconds; says which, with their stacks.
+            TimeoutError: no rank failed, but some gave no answer within `timeout` seconds; has their stacks.
             ValueError: the world does not fit in the pool.
         """
         outcomes = self.outcomes(fn, world_size, *args, timeout=timeout, **kwargs)
