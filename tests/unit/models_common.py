@@ -15,7 +15,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 
 from deltamesh.distributed.collectives import Group
-from deltamesh.models import HybridCausalLM, qwen3_5, tiny_config
+from deltamesh.models import HybridCausalLM, blocks, tiny_config
 from deltamesh.models.tiny import random_state
 
 
@@ -51,9 +51,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, context: Any, b
 @pytest.fixture
 def dense_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model code on dense doubles of its ops."""
-    monkeypatch.setattr(qwen3_5, "causal_conv1d", _conv)
-    monkeypatch.setattr(qwen3_5, "gated_delta_rule", _delta_rule)
-    monkeypatch.setattr(qwen3_5, "tree_attention", _attention)
+    monkeypatch.setattr(blocks, "causal_conv1d", _conv)
+    monkeypatch.setattr(blocks, "gated_delta_rule", _delta_rule)
+    monkeypatch.setattr(blocks, "tree_attention", _attention)
 
 
 @pytest.fixture

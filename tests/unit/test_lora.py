@@ -25,8 +25,8 @@ from deltamesh.models import (
     save_directory,
     tiny_config,
 )
-from deltamesh.models.lora import LoraTargetError
 from deltamesh.models.lora_config import UnsupportedLoraError
+from deltamesh.models.lora_targets import LoraTargetError
 from tests.unit.models_common import (  # noqa: F401 - fixtures
     dense_ops,
     hf_model,

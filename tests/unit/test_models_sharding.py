@@ -23,7 +23,7 @@ from deltamesh.models import (
     take_local,
     tiny_config,
 )
-from deltamesh.models.lora import lora_param_specs, match_lora_targets
+from deltamesh.models.lora_targets import lora_param_specs, match_lora_targets
 from deltamesh.models.sharding import ParamSpec, Section
 from tests.unit.models_common import dense_ops, logprobs, one_sequence, tiny_state, tokens  # noqa: F401
 

@@ -1,7 +1,8 @@
 """Models: configuration, sharding, the model code, weights and LoRA."""
 
 from deltamesh.models.config import UnsupportedConfigError, load_config, tiny_config, validate_config
-from deltamesh.models.lora import LoraTargets, add_lora, export_adapter, load_adapter, match_lora_targets
+from deltamesh.models.lora import add_lora, export_adapter, load_adapter
+from deltamesh.models.lora_targets import LoraTargets, match_lora_targets
 from deltamesh.models.qwen3_5 import HybridCausalLM
 from deltamesh.models.sharding import ParamSpec, assemble, scatter_to_full, take_local
 from deltamesh.models.specs import linear_specs, param_specs
