@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from deltamesh.distributed.launch import start_fork_server
 from deltamesh.testing.rank_worker import READY, Answer, Job, serve
 
 T = TypeVar("T")
@@ -65,8 +65,8 @@ class _Worker:
 class RankPool:
     """Up to `size` local processes that run functions as the ranks of a gloo world.
 
-    Workers start when a run first needs them, and use one CPU thread each. A worker that crashed or hung is killed, and
-    replaced at the next run.
+    Imports begin at once, in the background; workers start when a run first needs them, and use one CPU thread each. A
+    worker that crashed or hung is killed, and replaced at the next run.
 
     Functions and their results are pickled, so a function is found by its module and name: it must be importable, which
     includes test modules and an `if __name__ == "__main__"` guarded script, and excludes lambdas and local functions.
@@ -90,10 +90,11 @@ class RankPool:
         if size < 1:
             raise ValueError(f"size={size} is not positive; use the largest world size that a run needs")
         self.size = size
-        self._preload = list(preload)
         self._workers: list[_Worker | None] = [None] * size
         self._runs = 0
         self._failed_order: list[int] = []
+        with _one_thread():
+            start_fork_server(preload)  # imports while the caller goes on
         self._directory = tempfile.TemporaryDirectory(prefix="deltamesh-ranks-")
 
     def __enter__(self) -> "RankPool":
@@ -183,9 +184,6 @@ class RankPool:
 
     def _start(self, rank: int) -> _Worker:
         context = get_context("forkserver")
-        context.set_forkserver_preload(self._preload)
-        with _one_thread():
-            ensure_running()
         ours, theirs = context.Pipe()
         stack_path = Path(self._directory.name) / f"stacks-{rank}.txt"
         process = context.Process(target=serve, args=(theirs, str(stack_path)), name=f"rank-{rank}", daemon=True)

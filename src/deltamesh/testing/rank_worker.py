@@ -1,10 +1,8 @@
 """One rank of a `RankPool`: receives a call, runs it inside a fresh process group, answers, and waits for the next."""
 
 import faulthandler
-import os
 import pickle
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from deltamesh.distributed.launch import accept_interrupts, use_loopback
 
 READY = b"ready"
 
@@ -54,7 +54,7 @@ def serve(connection: Connection, stack_path: str) -> None:
 
     SIGUSR1 makes the worker write its threads' Python stacks to `stack_path`, even while it hangs in a collective.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle: it kills its workers
+    accept_interrupts(signal.SIG_IGN)  # Ctrl-C is the pool's to handle: it kills its workers
     torch.set_num_threads(1)
     with open(stack_path, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -65,14 +65,6 @@ def serve(connection: Connection, stack_path: str) -> None:
                 connection.send_bytes(pickle.dumps(_answer(job)))
             except (EOFError, BrokenPipeError, ConnectionResetError):
                 return
-
-
-def use_loopback() -> None:
-    """Lets gloo use the loopback interface, so that local ranks do not depend on how the host's name resolves."""
-    names = {name for _, name in socket.if_nameindex()}
-    for name in ("lo", "lo0"):
-        if name in names:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _answer(job: Job) -> Answer:
