@@ -1,0 +1,91 @@
+"""Running a command's function on ranks: started from here, or, under torchrun, this process being one of them.
+
+Rank 0 speaks. Under torchrun every rank runs the whole command and meets the same errors; the others give rank 0 the time
+to say what is wrong, and speak only if it did not.
+"""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from deltamesh.cli.errors import CommandError
+from deltamesh.distributed.launch import WorkerFailed, init_worker, is_worker, launch, shutdown
+
+T = TypeVar("T")
+
+_PATIENCE_SECONDS = 5.0
+
+
+def rank_here() -> int:
+    """This process's rank; 0 outside of a launcher."""
+    return int(os.environ["RANK"]) if is_worker() else 0
+
+
+def say(text: str) -> None:
+    """Prints a line on rank 0 only."""
+    if rank_here() == 0:
+        print(text, flush=True)
+
+
+def complain(command: str, text: str) -> None:
+    """Prints an error on stderr, once for all ranks of a launcher."""
+    rank = rank_here()
+    if rank > 0:
+        time.sleep(_PATIENCE_SECONDS)  # the launcher ends this process as soon as rank 0 has spoken
+        command = f"rank {rank}: {command}"
+    print(f"{command}: {text}", file=sys.stderr, flush=True)
+
+
+def world_size(processes: int | None) -> int | None:
+    """The number of ranks as torchrun or `--processes` says it; None if neither does.
+
+    Raises:
+        CommandError: they differ.
+    """
+    if processes is not None and processes < 1:
+        raise CommandError(f"processes={processes} is not positive; give the number of ranks, dp x cp x tp")
+    if not is_worker():
+        return processes
+    given = int(os.environ["WORLD_SIZE"])
+    if processes not in (None, given):
+        raise CommandError(
+            f"processes={processes}, but the launcher started {given} ranks; leave processes out under torchrun"
+        )
+    return given
+
+
+def on_ranks(function: Callable[..., T], *args: Any, processes: int) -> T:
+    """Runs `function(*args)` on every rank and returns rank 0's result (under torchrun: this rank's).
+
+    One process runs it here. A function that is sent to new processes must be importable, and its arguments picklable.
+
+    Raises:
+        CommandError: a rank raised one.
+        WorkerFailed: a rank failed otherwise; all others were ended.
+    """
+    if is_worker():
+        init_worker()
+        try:
+            return function(*args)
+        finally:
+            shutdown()
+    if processes == 1:
+        return function(*args)
+    try:
+        return launch(_on_new_rank, function, args, processes=processes)[0]
+    except WorkerFailed as error:
+        refusal = re.search(r"failed: CommandError: (.*?)\nTraceback ", str(error), re.DOTALL)
+        if refusal is None:
+            raise
+        raise CommandError(refusal[1]) from error
+
+
+def _on_new_rank(function: Callable[..., T], args: tuple[Any, ...]) -> T:
+    init_worker()
+    try:
+        return function(*args)
+    finally:
+        shutdown()
