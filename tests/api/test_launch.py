@@ -178,8 +178,7 @@ def test_interrupt_ends_every_process(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
     assert err.count("Traceback") == 1, "the launcher's own; the ranks end silently"
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    assert _session_ends_within(process.pid, seconds=20)
 
 
 def test_killed_launcher_leaves_no_ranks_behind(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _HOST = "127.0.0.1"
-_PRELOAD = ["__main__", "torch", "torch.distributed", "deltamesh.distributed.launch"]
+_PRELOAD = ("__main__", "torch", "torch.distributed", "deltamesh.distributed.launch")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE")
 # Set by the agent for each rank, so not copied from the parent's environment.
 _AGENT_PREFIXES = ("MASTER_", "TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
