@@ -48,9 +48,7 @@ class _TreeAttention(torch.autograd.Function):
                 o_jrD = q_jrD.new_zeros((*q_jrD.shape[:2], v_XJD.shape[2]))
                 sum_jr = q_jrD.new_zeros((*q_jrD.shape[:2], 1))
                 max_jr = torch.full_like(sum_jr, -torch.inf)
-                for (
-                    tile
-                ) in block.tiles:  # the block's own rows come first: each sees itself, so every maximum is finite
+                for tile in block.tiles:  # its own rows come first: each sees itself, so every maximum is finite
                     k_jmD, v_jmD = rows.keys(tile, heads)
                     scores_jrm = q_jrD @ k_jmD.mT
                     rows.fill_hidden(scores_jrm, block, tile, -torch.inf)
@@ -114,7 +112,8 @@ class _Rows:
         """[j, n, G, D] view of a block's rows."""
         first = self.layout.num_received
         x_nHD = x_THD[block.start - first : block.stop - first]
-        return x_nHD.unflatten(1, (self.num_key_heads, self.group))[:, heads].transpose(0, 1)
+        x_njGD: Tensor = x_nHD.unflatten(1, (self.num_key_heads, self.group))[:, heads]
+        return x_njGD.transpose(0, 1)
 
     def block_of(self, x_THD: Tensor, block: QueryBlock, heads: slice) -> Tensor:
         """[j, r, D], always a fresh tensor."""
