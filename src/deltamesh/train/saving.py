@@ -12,7 +12,8 @@ from deltamesh.distributed.collectives import Group, all_gather_rows
 from deltamesh.distributed.mesh import Mesh
 from deltamesh.models import HybridCausalLM, ParamSpec, assemble
 from deltamesh.models.files import check_new_directory
-from deltamesh.models.lora import LoraTargets, export_adapter
+from deltamesh.models.lora import export_adapter
+from deltamesh.models.lora_targets import LoraTargets
 from deltamesh.models.weights import save_directory
 from deltamesh.train.setup import ModelSettings
 
@@ -67,10 +68,10 @@ def save_pretrained(model: HybridCausalLM, mesh: Mesh, path: Path) -> None:
         FileExistsError: `path` exists.
     """
     parameters = dict(model.named_parameters())
-    base = {name: parameters[name] for name in model.specs}
+    base = {name: parameters[name] for name in model.base_specs}
     _write_from_first(
         lambda tensors: save_directory(tensors, model.config, path, dtype=model.dtype),
-        full_tensors(base, model.specs, mesh.tp),
+        full_tensors(base, model.base_specs, mesh.tp),
         mesh,
         path,
     )
@@ -93,6 +94,5 @@ def _write_from_first(write: Callable[[NamedTensors], None], tensors: NamedTenso
 
 def shape_digest(model: HybridCausalLM) -> str:
     """Identifies what is built and trained: names, full shapes, dtypes and which parameters are trainable."""
-    specs = {**model.specs, **model.lora_specs}
-    lines = [f"{name} {specs[name].shape} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    lines = [f"{name} {model.specs[name].shape} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

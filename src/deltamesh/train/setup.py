@@ -10,7 +10,8 @@ from transformers import Qwen3_5TextConfig
 from deltamesh.distributed.mesh import Mesh
 from deltamesh.models import HybridCausalLM, load_config, random_weights
 from deltamesh.models.config import FULL_ATTENTION, built_in_configs
-from deltamesh.models.lora import LoraTargets, add_lora
+from deltamesh.models.lora import add_lora
+from deltamesh.models.lora_targets import LoraTargets
 from deltamesh.models.qwen3_5 import Recompute
 from deltamesh.models.weights import load_directory
 from deltamesh.plan.cost import CostModel

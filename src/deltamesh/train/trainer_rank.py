@@ -11,7 +11,7 @@ from deltamesh.distributed.agreement import agree
 from deltamesh.distributed.collectives import all_reduce
 from deltamesh.distributed.mesh import Mesh, build_mesh
 from deltamesh.models import HybridCausalLM
-from deltamesh.models.lora import LoraTargets
+from deltamesh.models.lora_targets import LoraTargets
 from deltamesh.ops.context import SliceContext
 from deltamesh.plan.plan import MicroBatchPlan, plan_micro_batch
 from deltamesh.topology import Topology
@@ -45,9 +45,8 @@ class TrainerRank:
         self.mesh = mesh
         self.settings = settings
         self.lora_targets = lora_targets
-        self.specs = {**model.specs, **model.lora_specs}
         self._cost = cost_model(model.config)
-        self._optimizer = ShardedAdamW(self.trainable_parameters(), self.specs, mesh, sp=mesh.topology.sp)
+        self._optimizer = ShardedAdamW(self.trainable_parameters(), model.specs, mesh, sp=mesh.topology.sp)
 
     @classmethod
     def from_pretrained(
@@ -151,7 +150,7 @@ class TrainerRank:
 
     def full_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors from this rank's parts (parameters or gradients), one at a time, on every rank."""
-        return saving.full_tensors(tensors, self.specs, self.mesh.tp)
+        return saving.full_tensors(tensors, self.model.specs, self.mesh.tp)
 
     def export_lora(self, path: str | Path) -> None:
         """Writes the adapter in PEFT's format, from one rank; the directory must not exist."""
