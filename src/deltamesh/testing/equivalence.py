@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ class Scenario:
         dtype: "float64", "float32" or "bfloat16".
         lora: the adapter, or None to train every parameter.
         recompute, backend, max_rows, seed: as in `TrainerRank.from_pretrained`.
-        cuts: a name among `CUT_RULES`.
+        cuts: a name among `CUT_RULES`, or the cuts as fractions of the rows, ascending.
         steps: optimizer steps.
         inputs: items to run.
     """
@@ -42,7 +43,7 @@ class Scenario:
     backend: str = "torch"
     max_rows: int = 16384
     seed: int = 0
-    cuts: str = "balanced"
+    cuts: str | tuple[float, ...] = "balanced"
     steps: int = 3
     inputs: Sequence[Sequence[ForwardInput]] = field(default_factory=lambda: forked_inputs())
 
@@ -103,6 +104,11 @@ def _one_row_and_empty(tree: PrefixTree, num_slices: int) -> Ints:
     return np.array([0, *inner, tree.num_rows], dtype=np.int64)
 
 
+def _cuts_at(fractions: tuple[float, ...], tree: PrefixTree, num_slices: int) -> Ints:
+    assert len(fractions) == num_slices - 1, (fractions, num_slices)
+    return np.array([0, *(round(f * tree.num_rows) for f in fractions), tree.num_rows], dtype=np.int64)
+
+
 CUT_RULES: Mapping[str, CutRule | None] = {
     "balanced": None,
     "before-forks": _cuts_near(-1),
@@ -135,7 +141,7 @@ def observe(scenario: Scenario, topology: Topology) -> dict[str, Tensor]:
         backend=scenario.backend,
         max_rows=scenario.max_rows,
         seed=scenario.seed,
-        cuts=CUT_RULES[scenario.cuts],
+        cuts=CUT_RULES[scenario.cuts] if isinstance(scenario.cuts, str) else partial(_cuts_at, scenario.cuts),
     )
     seen: dict[str, Tensor] = {}
     for step in range(scenario.steps):
