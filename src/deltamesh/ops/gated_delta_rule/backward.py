@@ -2,14 +2,14 @@
 
 Letters as in engine.py. With W what the rows of a chunk write, dO given and dS_e the gradients of its exits:
 
-    dW  = P^T dO + sum_e D_e K dS_e                         P = scale (Q K^T * D)
+    dW  = P^T dO + sum_e D_e K dS_e                         P = Q K^T * D
     dV  = (T diag(beta))^T dW
-    Y   = scale (dO W^T) * D                                gradient of Q K^T
-    Z   = -(dV W^T) * D, below the diagonal                 gradient of K K^T
-    dQ  = (scale gamma dO) S^T + Y K
-    dK  = -(gamma dV) S^T + Y^T Q + (Z + Z^T) K + sum_e D_e W dS_e^T
+    Y   = (dO W^T) * D                                      gradient of Q K^T
+    Z   = (dV W^T) * D, below the diagonal                  minus the gradient of K K^T
+    dQ  = (gamma dO) S^T + Y K
+    dK  = -(gamma dV) S^T + Y^T Q - (Z + Z^T) K + sum_e D_e W dS_e^T
     dbeta_i = (dV W^T)_ii / beta_i^2
-    dS  = sum_e gamma_e dS_e + Q^T (scale gamma dO) - K^T (gamma dV)
+    dS  = sum_e gamma_e dS_e + Q^T (gamma dO) - K^T (gamma dV)
 
 G enters through D and gamma; the gradient of every exponent is its factor times its factor's gradient. Pairs i = j,
 whose exponent is zero, are left out rather than cancelled: under strong decay they outweigh all others.
@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltamesh.ops.gated_delta_rule.chunk_math import path_sums_backward
-from deltamesh.ops.gated_delta_rule.engine import SliceEngine, exit_decay
+from deltamesh.ops.gated_delta_rule.engine import SliceEngine
 from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch, ExitGroup
 
 
@@ -63,23 +62,20 @@ class SliceBackward:
     """The phases of the backward, around a `SliceEngine` whose forward has run.
 
     Args:
-        engine: with the forward's inputs and what it kept.
+        engine: made for a backward, with the forward's inputs and what it kept.
+        inputs: q, k, v, g, beta by name.
         incoming: [num_slots, H, K, V], the states of all slots in the forward.
         d_out: [T, H, V].
         d_finals: [n_finals, H, K, V].
     """
 
-    def __init__(self, engine: SliceEngine, *, incoming: Tensor, d_out: Tensor, d_finals: Tensor) -> None:
+    def __init__(
+        self, engine: SliceEngine, inputs: dict[str, Tensor], *, incoming: Tensor, d_out: Tensor, d_finals: Tensor
+    ) -> None:
         self.engine = engine
         self.incoming = incoming
         self.d_out = d_out
-        self.grads = Gradients(
-            q=torch.empty_like(engine.q),
-            k=torch.empty_like(engine.k),
-            v=torch.empty_like(engine.v),
-            g=torch.empty_like(engine.g),
-            beta=torch.empty_like(engine.beta),
-        )
+        self.grads = Gradients(**{n: engine.fresh(x.shape, x.dtype) for n, x in inputs.items()})
         self.states = StateGradients()
         self.slots = StateGradients()
         for state, gradient in zip(engine.schedule.finals, d_finals, strict=True):
@@ -119,94 +115,114 @@ class SliceBackward:
                 self._backward(number, batch)
             for number, batch in self._reversed(entering=False):
                 self._backward(number, batch)
+        self.engine.gates.store_gradients(self.grads.g, self.grads.beta)
         return self._slot_gradients(0, self.engine.schedule.num_given)
 
     # One batch of chunks
 
     def _backward(self, number: int, batch: ChunkBatch) -> None:
         e, N, C = self.engine, batch.count, batch.length
-        gates = e.gates(batch)
+        gates, B, new = e.gates[number], N * e.H, e.buffer
+        kv = (B, e.K, e.V)
+        cc = (B, C, C)
+        gamma = gates.gamma.reshape(-1, C, 1)
         qk, inverse = e.load_qk(batch)
-        qk_H = e.per_value_head(qk, N)
+        gram = e.gram(qk, batch)
+        D = gates.decays(new("D", N, e.H, C, C))
+        P = e.over_value_heads(D, gram[:, :, :C], new("P", *cc))
+        qk_H = e.per_value_head(qk, batch)
         k = qk_H[:, C:]
         solve, W = e.kept.solve[number], e.kept.writes[number]
-        d_out = e.load(batch, self.d_out).reshape(-1, C, e.V)
-        gram = torch.bmm(qk, qk[:, C:].mT).view(N, e.Hk, 2 * C, C)
-        P = e.attention(gates, gram[:, :, :C])
-        gamma = gates.gamma.reshape(-1, C, 1)
-
         S = e.parent_states(batch, self.incoming) if batch.has_state else None
-        dG = torch.zeros(N * e.H, C, dtype=e.dtype, device=qk.device)
-        dW = torch.bmm(P.mT, d_out)
+        d_out = e.load(batch, self.d_out).reshape(-1, C, e.V)
+
+        # What the rows write: used by the rows of the chunk that see them, and by the exits.
+        dW = torch.bmm(P.mT, d_out, out=new("dW", B, C, e.V))
         dK_exits: Tensor | None = None
         dS: Tensor | None = None
         for group in batch.exits:
             d_state = self._exit_gradient(group, self.states, None)
             if d_state is None:
                 continue
-            left = exit_decay(gates.D, group.at, group.position).reshape(-1, C, 1)
-            dW.addcmul_(left, torch.bmm(k, d_state))
-            reached = torch.mul(W, left)
-            dK = torch.bmm(reached, d_state.mT)
-            _exit_gate_gradient(dG.view(N, e.H, C), group, (dK * k).sum(-1).view(N, e.H, C))
-            dK_exits = dK if dK_exits is None else dK_exits.add_(dK)
+            left = group.decay(D)
+            dW.addcmul_(left, torch.bmm(k, d_state, out=new("rows1", B, C, e.V)))
+            reached = torch.mul(W, left, out=new("rows1", B, C, e.V))
+            dK = torch.bmm(reached, d_state.mT, out=new("rows2", B, C, e.K))
+            # D_e = exp(G_e - G_i): row e gains what the rows i lose; i = e has exponent zero.
+            weight = torch.mul(dK, k, out=new("rows1", B, C, e.K)).sum(-1).view(N, e.H, C)
+            group.clear(weight)
+            gates.dG.sub_(weight)
+            group.add(weight.sum(-1), gates.dG)
+            dK_exits = new("dK_exits", B, C, e.K).copy_(dK) if dK_exits is None else dK_exits.add_(dK)
             if S is not None:
-                decay = exit_decay(gates.gamma[..., None], group.at, group.position).reshape(-1, 1, 1)
-                d_state = d_state * decay
-                _add_at_exit(dG.view(N, e.H, C), group, (d_state * S).sum((1, 2)).view(N, e.H))
+                d_state.mul_(group.decay(gates.gamma[..., None]))
+                group.add(torch.mul(d_state, S, out=new("states", *kv)).sum((1, 2)).view(N, e.H), gates.dG)
                 dS = d_state if dS is None else dS.add_(d_state)
-        dV = torch.bmm(solve.mT, dW)
-        e.store(batch, self.grads.v, dV.view(N, e.H, C, e.V))
+        dV = torch.bmm(solve.mT, dW, out=new("dV", B, C, e.V))
+        e.store(batch, self.grads.v, dV)
 
-        YZ = torch.bmm(torch.cat((d_out, dV), 1), W.mT)
-        d_beta = YZ[:, C:].diagonal(dim1=1, dim2=2).view(N, e.H, C) / gates.beta.square()
-        e.store(batch, self.grads.beta, d_beta)
-        YZ[:, :C].mul_(gates.D.view(-1, C, C)).mul_(e.scale)
-        Z = YZ[:, C:].mul_(gates.D.view(-1, C, C)).neg_()
-        Z.diagonal(dim1=1, dim2=2).zero_()
-        pair = YZ.view(N, e.Hk, e.J, 2 * C, C) * gram[:, :, None]
-        pair = (pair[:, :, :, :C] + pair[:, :, :, C:]).view(-1, C, C)
+        # Pairs of rows.
+        Y = torch.bmm(d_out, W.mT, out=new("Y", *cc))
+        Z = torch.bmm(dV, W.mT, out=new("Z", *cc))
+        gates.dbeta.copy_(Z.diagonal(dim1=1, dim2=2).view(N, e.H, C)).div_(gates.beta.square())
+        D = D.view(cc)
+        Y.mul_(D)
+        D.diagonal(dim1=1, dim2=2).zero_()
+        Z.mul_(D)
+        pair = e.over_value_heads(Y.view(N, e.H, C, C), gram[:, :, :C], new("P", *cc))
+        pair.sub_(e.over_value_heads(Z.view(N, e.H, C, C), gram[:, :, C:], new("A", *cc)))
         pair.diagonal(dim1=1, dim2=2).zero_()
-        dG.add_(pair.sum(2)).sub_(pair.sum(1))
-        Z.add_(Z.mT.clone())
-        YZ = YZ.view(N, e.Hk, e.J, 2 * C, C).sum(2).view(-1, 2 * C, C) if e.J > 1 else YZ
-        dqk = torch.empty_like(qk)
-        dqk[:, :C] = torch.bmm(YZ[:, :C], qk[:, C:])
-        dqk[:, C:] = torch.bmm(YZ.mT, qk)
+        gates.dG.add_(pair.sum(2).sub_(pair.sum(1)).view(N, e.H, C))
+        Z = torch.add(Z, Z.mT, out=new("A", *cc))
+        Y, Z = e.over_key_heads(Y, batch), e.over_key_heads(Z, batch)
+        q1, k1 = qk[:, :C], qk[:, C:]
+        dq = torch.bmm(Y, k1, out=new("rows1", len(qk), C, e.K))
+        dk = torch.bmm(Y.mT, q1, out=new("rows2", len(qk), C, e.K)).baddbmm_(Z, k1, alpha=-1)
         if dK_exits is not None:
-            dqk[:, C:] += e.over_key_heads(dK_exits, N)
+            dk.add_(e.over_key_heads(dK_exits, batch))
+
+        # What was read from the state.
         if S is not None:
-            flows = torch.cat((d_out * (gamma * e.scale), dV * -gamma), 1)
-            dqk_state = torch.bmm(flows, S.mT)
-            dG.add_((dqk_state * qk_H).sum(-1).view(-1, 2, C).sum(1))
-            dqk += e.over_key_heads(dqk_state, N)
-            dS = torch.bmm(qk_H.mT, flows) if dS is None else dS.baddbmm_(qk_H.mT, flows)
+            flows = new("read", B, 2 * C, e.V)
+            torch.mul(d_out, gamma, out=flows[:, :C])
+            torch.mul(dV, -gamma, out=flows[:, C:])
+            dqk = torch.bmm(flows, S.mT, out=new("dqk", B, 2 * C, e.K))
+            weight = torch.mul(dqk, qk_H, out=new("states", B, 2 * C, e.K)).sum(-1)
+            gates.dG.add_(weight.view(N, e.H, 2, C).sum(2))
+            if dS is None:
+                dS = torch.bmm(qk_H.mT, flows)
+            else:
+                dS.baddbmm_(qk_H.mT, flows)
             self._give_to_parents(batch, dS)
-        e.store(batch, self.grads.g, path_sums_backward(dG.view(N, e.H, C), batch.ancestors))
-        self._store_qk(batch, qk, dqk, inverse)
+            dqk = e.over_key_heads(dqk, batch)
+            dq.add_(dqk[:, :C])
+            dk.add_(dqk[:, C:])
+        self._store_qk(batch, self.grads.q, q1, dq, None if inverse is None else inverse[:, :C], e.scale)
+        self._store_qk(batch, self.grads.k, k1, dk, None if inverse is None else inverse[:, C:], 1.0)
 
     def _pass_on(self, number: int, batch: ChunkBatch, partial: StateGradients) -> None:
         """Only the gradient of the state that the chunks start from."""
         e, N, C = self.engine, batch.count, batch.length
-        gates = e.gates(batch)
-        qk, _ = e.load_qk(batch)
-        gram = torch.bmm(qk[:, :C], qk[:, C:].mT).view(N, e.Hk, C, C)
-        P = e.attention(gates, gram)
-        qk = e.per_value_head(qk, N)
-        d_out = e.load(batch, self.d_out).reshape(-1, C, e.V)
+        gates, B, new = e.gates[number], N * e.H, e.buffer
         gamma = gates.gamma.reshape(-1, C, 1)
-        dW = torch.bmm(P.mT, d_out)
-        dS = torch.zeros(N * e.H, e.K, e.V, dtype=e.dtype, device=qk.device)
+        qk, _ = e.load_qk(batch)
+        D = gates.decays(new("D", N, e.H, C, C))
+        P = e.over_value_heads(D, e.gram(qk, batch)[:, :, :C], new("P", B, C, C))
+        qk = e.per_value_head(qk, batch)
+        d_out = e.load(batch, self.d_out).reshape(-1, C, e.V)
+        dW = torch.bmm(P.mT, d_out, out=new("dW", B, C, e.V))
+        dS = torch.zeros(B, e.K, e.V, dtype=e.dtype, device=e.device)
         for group in batch.exits:
             d_state = self._exit_gradient(group, self.states, partial)
-            if d_state is None:
-                continue
-            dW.addcmul_(exit_decay(gates.D, group.at, group.position).reshape(-1, C, 1), torch.bmm(qk[:, C:], d_state))
-            decay = exit_decay(gates.gamma[..., None], group.at, group.position).reshape(-1, 1, 1)
-            dS.addcmul_(d_state, decay)
-        dV = torch.bmm(e.kept.solve[number].mT, dW)
-        dS.baddbmm_(qk.mT, torch.cat((d_out * (gamma * e.scale), dV * -gamma), 1))
-        for n, gradient in enumerate(dS.view(N, e.H, e.K, e.V)):
+            if d_state is not None:
+                dW.addcmul_(group.decay(D), torch.bmm(qk[:, C:], d_state, out=new("rows1", B, C, e.V)))
+                dS.addcmul_(d_state, group.decay(gates.gamma[..., None]))
+        dV = torch.bmm(e.kept.solve[number].mT, dW, out=new("dV", B, C, e.V))
+        flows = new("read", B, 2 * C, e.V)
+        torch.mul(d_out, gamma, out=flows[:, :C])
+        torch.mul(dV, -gamma, out=flows[:, C:])
+        dS.baddbmm_(qk.mT, flows)
+        for n, gradient in enumerate(dS.view(N, *e.state_shape)):
             # Slots and states share one table: slot s is number -1 - s.
             partial.add(batch.parents[n] if batch.parents is not None else -1 - (batch.slots or ())[n], gradient)
 
@@ -225,7 +241,7 @@ class SliceBackward:
         if len(found) == 1:
             assert found[0] is not None
             return found[0].view(-1, e.K, e.V)
-        zero = torch.zeros(e.H, e.K, e.V, dtype=e.dtype, device=e.v.device)
+        zero = torch.zeros(e.H, e.K, e.V, dtype=e.dtype, device=e.device)
         return torch.stack([zero if x is None else x for x in found]).view(-1, e.K, e.V)
 
     def _give_to_parents(self, batch: ChunkBatch, dS: Tensor) -> None:
@@ -234,40 +250,26 @@ class SliceBackward:
         for number, gradient in zip(numbers or (), dS.view(batch.count, e.H, e.K, e.V), strict=True):
             table.add(number, gradient)
 
-    def _store_qk(self, batch: ChunkBatch, qk: Tensor, dqk: Tensor, inverse: Tensor | None) -> None:
-        """Takes the gradients [N Hk, 2 C, K] through the normalisation x r: dx = r (dy - y <y, dy>)."""
-        e, C = self.engine, batch.length
-        if inverse is not None:
-            dqk.addcmul_(qk, (qk * dqk).sum(-1, keepdim=True), value=-1).mul_(inverse)
-        dqk = dqk.view(batch.count, e.Hk, 2 * C, e.K)
-        e.store(batch, self.grads.q, dqk[:, :, :C])
-        e.store(batch, self.grads.k, dqk[:, :, C:])
+    def _store_qk(
+        self, batch: ChunkBatch, out: Tensor, y: Tensor, dy: Tensor, inverse: Tensor | None, scale: float
+    ) -> None:
+        """Takes the gradient of y = scale x r, r the inverse norm of x, to x: r (scale dy - y <y, dy> / scale)."""
+        factor: Tensor | float = scale
+        if inverse is not None and scale != 0:
+            along = torch.mul(y, dy, out=self.engine.buffer("dqk", *dy.shape)).sum(-1, keepdim=True)
+            dy.addcmul_(y, along, value=-1 / scale**2)
+            factor = inverse * scale
+        with self.engine.rows_of(batch, out) as dx:
+            torch.mul(dy.view(dx.shape), factor if isinstance(factor, float) else factor.view(*dx.shape[:3], 1), out=dx)
 
     def _reversed(self, *, entering: bool, exporting: bool | None = None) -> Iterator[tuple[int, ChunkBatch]]:
         return reversed(list(self.engine.numbered(entering=entering, exporting=exporting)))
 
     def _slot_gradients(self, start: int, stop: int) -> Tensor:
         e = self.engine
-        gradients = torch.zeros(stop - start, e.H, e.K, e.V, dtype=e.dtype, device=e.v.device)
+        gradients = torch.zeros(stop - start, e.H, e.K, e.V, dtype=e.dtype, device=e.device)
         for slot in range(start, stop):
             found = self.slots.pop(slot)
             if found is not None:
                 gradients[slot - start] = found
         return gradients
-
-
-def _exit_gate_gradient(dG_NHC: Tensor, group: ExitGroup, weight_NHC: Tensor) -> None:
-    """D_e = exp(G_e - G_i): row e gains what the rows i lose; i = e has exponent zero and is left out."""
-    if group.at >= 0:
-        weight_NHC[:, :, group.at] = 0
-    else:
-        weight_NHC[torch.arange(len(group.position), device=weight_NHC.device), :, group.position] = 0
-    dG_NHC.sub_(weight_NHC)
-    _add_at_exit(dG_NHC, group, weight_NHC.sum(-1))
-
-
-def _add_at_exit(dG_NHC: Tensor, group: ExitGroup, x_NH: Tensor) -> None:
-    if group.at >= 0:
-        dG_NHC[:, :, group.at] += x_NH
-    else:
-        dG_NHC[torch.arange(len(group.position), device=x_NH.device), :, group.position] += x_NH

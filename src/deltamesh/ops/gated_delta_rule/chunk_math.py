@@ -1,10 +1,4 @@
-"""The matrices inside chunks: decays, Gram matrices and the unit-triangular inverse.
-
-Letters: B batch (chunks x heads), C rows of a chunk, H value heads, Hk key heads, K key dim.
-
-The rows of a chunk see each other along their paths: row i sees its ancestors j and itself. With G_i the sum of g over
-what row i sees, the decay from j to i is D_ij = exp(G_i - G_j), zero where i does not see j.
-"""
+"""The unit-triangular inverse of a chunk's system. Letters: B batch (chunks x heads), C rows of a chunk."""
 
 import torch
 from torch import Tensor
@@ -12,80 +6,61 @@ from torch import Tensor
 _BASE = 16
 
 
-def path_sums(g_NHC: Tensor, ancestors_NCC: Tensor) -> Tensor:
-    """G [N, H, C]: sum of g over the rows each row sees."""
-    return g_NHC @ ancestors_NCC.to(g_NHC.dtype).mT
+def unit_lower_inverse(A: Tensor, out: Tensor | None = None) -> Tensor:
+    """Inverse of I + L by block forward substitution, where L is the part of A [B, C, C] below the diagonal.
 
+    Diagonal blocks of at most 16 rows are solved row by row; two inverted blocks T1, T2 join into one with
+    -T2 L21 T1 below the diagonal. Sums of powers of L would need fewer steps, but L^32 overflows the precision for
+    coherent keys. Nothing on or above the diagonal of A is read.
 
-def path_sums_backward(dG_NHC: Tensor, ancestors_NCC: Tensor) -> Tensor:
-    """Gradient of g: sum of dG over the rows that see each row."""
-    return dG_NHC @ ancestors_NCC.to(dG_NHC.dtype)
-
-
-def decay_matrix(G_NHC: Tensor, ancestors_NCC: Tensor) -> Tensor:
-    """D [N, H, C, C]. Exponents of unseen pairs are replaced before `exp`: they may be large and positive."""
-    seen = ancestors_NCC[:, None]
-    D = (G_NHC[..., :, None] - G_NHC[..., None, :]).masked_fill_(~seen, 0.0)
-    return D.exp_().mul_(seen)
-
-
-def unit_lower_inverse(A: Tensor) -> Tensor:
-    """Inverse of I + A for strictly lower triangular A [B, C, C], by block forward substitution.
-
-    Halves are inverted first, then the block below the diagonal is -T2 A21 T1; blocks of at most 16 rows are solved row
-    by row. Sums of powers of A would need fewer steps, but A^32 overflows the precision for coherent keys.
+    Example:
+        >>> unit_lower_inverse(torch.tensor([[[9.0, 9.0], [0.5, 9.0]]]))
+        tensor([[[ 1.0000,  0.0000],
+                 [-0.5000,  1.0000]]])
     """
     C = A.shape[-1]
+    T = torch.zeros_like(A) if out is None else out.zero_()
     if C <= _BASE:
-        return _substitute(A)
+        return T.copy_(_substitute(A))
     if C % _BASE == 0 and (C // _BASE) & (C // _BASE - 1) == 0:
-        return _inverse_of_equal_blocks(A)
+        return _inverse_of_equal_blocks(A, T)
     half = _BASE
     while half * 2 < C:
         half *= 2
-    T = torch.zeros_like(A)
-    T[:, :half, :half] = unit_lower_inverse(A[:, :half, :half])
-    T[:, half:, half:] = unit_lower_inverse(A[:, half:, half:])
-    T[:, half:, :half] = -(T[:, half:, half:] @ (A[:, half:, :half] @ T[:, :half, :half]))
+    first, second = unit_lower_inverse(A[:, :half, :half]), unit_lower_inverse(A[:, half:, half:])
+    T[:, :half, :half] = first
+    T[:, half:, half:] = second
+    T[:, half:, :half] = -(second @ (A[:, half:, :half] @ first))
     return T
 
 
-def _inverse_of_equal_blocks(A: Tensor) -> Tensor:
+def _inverse_of_equal_blocks(A: Tensor, T: Tensor) -> Tensor:
     """All blocks of a size at once; C is 16 times a power of two."""
     B, C, _ = A.shape
     size = _BASE
-    T = torch.zeros(B, C, C, dtype=A.dtype, device=A.device)
-    _diagonal(T, size, C // size).copy_(
-        _substitute(_diagonal(A, size, C // size).reshape(-1, size, size)).view(B, -1, size, size)
-    )
+    done = _substitute(_blocks(A, size, C // size, 0, 0, size).reshape(-1, size, size))
+    _blocks(T, size, C // size, 0, 0, size).copy_(done.view(B, -1, size, size))
     while size < C:
         n = C // (2 * size)
-        upper = _pairs(T, size, n, 0, 0).reshape(-1, size, size)
-        lower = _pairs(T, size, n, 1, 1).reshape(-1, size, size)
-        below = _pairs(A, size, n, 1, 0).reshape(-1, size, size)
-        product = torch.bmm(lower, torch.bmm(below, upper))
-        torch.neg(product.view(B, n, size, size), out=_pairs(T, size, n, 1, 0))
+        pairs = done.view(B, n, 2, size, size)
+        first, second = (pairs[:, :, i].reshape(-1, size, size) for i in range(2))
+        below = _blocks(A, size, n, 1, 0, 2 * size).reshape(-1, size, size)
+        joint = torch.bmm(second, torch.bmm(below, first)).view(B, n, size, size)
+        torch.neg(joint, out=_blocks(T, size, n, 1, 0, 2 * size))
         size *= 2
+        done = _blocks(T, size, n, 0, 0, size).reshape(-1, size, size)
     return T
 
 
-def _diagonal(A: Tensor, size: int, n: int) -> Tensor:
-    """The n diagonal blocks [B, n, size, size], a view."""
-    return _pairs(A, size, n, 0, 0, step=size)
-
-
-def _pairs(A: Tensor, size: int, n: int, row: int, col: int, step: int = 0) -> Tensor:
-    """Blocks (row, col) of the n diagonal squares of two blocks each, [B, n, size, size], a view."""
-    step = step or 2 * size
+def _blocks(A: Tensor, size: int, n: int, row: int, col: int, step: int) -> Tensor:
+    """Blocks [B, n, size, size] that start at (i step + row size, i step + col size), a view."""
     b, r, c = A.stride()
     offset = A.storage_offset() + row * size * r + col * size * c
     return A.as_strided((A.shape[0], n, size, size), (b, step * (r + c), r, c), offset)
 
 
 def _substitute(A: Tensor) -> Tensor:
-    """Forward substitution, column by column: every solved row is taken out of all rows below it at once."""
-    B, C, _ = A.shape
-    T = torch.eye(C, dtype=A.dtype, device=A.device).expand(B, C, C).contiguous()
-    for j in range(C - 1):
-        T[:, j + 1 :, : j + 1].addcmul_(A[:, j + 1 :, j : j + 1], T[:, j : j + 1, : j + 1], value=-1)
+    """Row by row; at this size the library's triangular solve is plain forward substitution."""
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand_as(A)
+    T: Tensor = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
     return T

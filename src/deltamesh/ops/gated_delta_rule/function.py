@@ -40,15 +40,15 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
             given = torch.empty(0, *engine.state_shape, dtype=engine.dtype, device=v.device)
         else:
             given = initial_state.detach().to(engine.dtype)
-        out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+        out = engine.fresh(v.shape, q.dtype)
         engine.run_local(out, given)
         through_states, transitions = engine.transitions()
         carried = context.carrier.incoming(engine.exported(through_states), transitions)
         wanted = (context.schedule.num_slots - context.num_given, *engine.state_shape)
         if tuple(carried.shape) != wanted:
             raise ValueError(
-                f"{type(context.carrier).__name__} brought states of shape {tuple(carried.shape)} but the slice imports "
-                f"{wanted}; give a carrier that serves every import"
+                f"{type(context.carrier).__name__} brought states of shape {tuple(carried.shape)} but the slice "
+                f"imports {wanted}; give a carrier that serves every import"
             )
         incoming = torch.cat((given, carried.to(engine.dtype)))
         engine.run_entering(out, incoming)
@@ -64,10 +64,16 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, d_finals: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, incoming, transitions = ctx.saved_tensors
         context: ScanContext = ctx.context
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         engine = SliceEngine(
-            context.schedule, q, k, v, g, beta, scale=ctx.scale, use_qk_l2norm=ctx.use_qk_l2norm, kept=ctx.kept
+            context.schedule,
+            **inputs,
+            scale=ctx.scale,
+            use_qk_l2norm=ctx.use_qk_l2norm,
+            kept=ctx.kept,
+            backward=True,
         )
-        backward = SliceBackward(engine, incoming=incoming, d_out=d_out, d_finals=d_finals)
+        backward = SliceBackward(engine, inputs, incoming=incoming, d_out=d_out, d_finals=d_finals)
         d_carried = backward.before_exchange()
         d_exports = context.carrier.outgoing_gradient(d_carried, transitions)
         d_given = backward.after_exchange(d_exports)

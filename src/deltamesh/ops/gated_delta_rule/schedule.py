@@ -67,6 +67,31 @@ class ExitGroup:
     at: int
     exporting: bool
 
+    def row(self, x: Tensor) -> Tensor:
+        """Row `position[n]` of x [N, H, C, R] for each chunk n: [N, H, R]."""
+        if self.at >= 0:
+            return x[:, :, self.at]
+        return x[torch.arange(len(self.position), device=x.device), :, self.position]
+
+    def decay(self, D: Tensor) -> Tensor:
+        """`row` as a column for each head: [N H, R, 1]."""
+        row = self.row(D)
+        return row.reshape(-1, row.shape[-1], 1)
+
+    def add(self, x: Tensor, to: Tensor) -> None:
+        """Adds x [N, H] to the place `position[n]` of `to` [N, H, C]."""
+        if self.at >= 0:
+            to[:, :, self.at] += x
+        else:
+            to[torch.arange(len(self.position), device=x.device), :, self.position] += x
+
+    def clear(self, x: Tensor) -> None:
+        """Zeroes the place `position[n]` of x [N, H, C]."""
+        if self.at >= 0:
+            x[:, :, self.at] = 0
+        else:
+            x[torch.arange(len(self.position), device=x.device), :, self.position] = 0
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkBatch:

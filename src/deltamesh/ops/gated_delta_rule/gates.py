@@ -1,0 +1,125 @@
+"""Gates of all chunks at once: they are small, and thousands of operations on them would not be.
+
+Letters: T rows, H value heads, N chunks of a batch, M chunks of a length, C rows of a chunk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch
+
+# A smaller |beta| is replaced: the gradient of beta divides by its square. Writes of 1e-12 of a value are far below
+# fp32's, 1e-20 below fp64's resolution.
+_LEAST_BETA = {torch.float32: 1e-12, torch.float64: 1e-20}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gates:
+    """Gates of a batch of chunks; all but `hidden` are [N, H, C].
+
+    Attributes:
+        G: sum of g over the rows that each row sees (its ancestors in the chunk, and itself).
+        gamma: exp(G), zero at padding.
+        beta: write strength.
+        dG, dbeta: their gradients, filled by the backward (absent in the forward).
+        hidden: [1 or N, C, C], -inf where row i does not see row j, else 0.
+    """
+
+    G: Tensor
+    gamma: Tensor
+    beta: Tensor
+    dG: Tensor
+    dbeta: Tensor
+    hidden: Tensor
+
+    def decays(self, out: Tensor) -> Tensor:
+        """D [N, H, C, C] = exp(G_i - G_j), zero where i does not see j; the exponent is masked, not the result."""
+        torch.sub(self.G[..., :, None], self.G[..., None, :], out=out)
+        return out.add_(self.hidden[:, None]).exp_()
+
+
+class GateTable:
+    """Gates of all batches.
+
+    Args:
+        batches: of the slice.
+        g, beta: [T, H].
+        dtype: of the computation.
+        backward: make room for gradients.
+    """
+
+    def __init__(
+        self, batches: Sequence[ChunkBatch], g: Tensor, beta: Tensor, dtype: torch.dtype, *, backward: bool
+    ) -> None:
+        self._of: dict[int, Gates] = {}
+        self._lengths: list[tuple[Gates, Tensor, Tensor | None, Tensor]] = []
+        by_length: dict[int, list[int]] = {}
+        for number, batch in enumerate(batches):
+            by_length.setdefault(batch.length, []).append(number)
+        for length, numbers in by_length.items():
+            self._add(length, [(n, batches[n]) for n in numbers], g, beta, dtype, backward)
+
+    def __getitem__(self, number: int) -> Gates:
+        return self._of[number]
+
+    def store_gradients(self, dg_TH: Tensor, dbeta_TH: Tensor) -> None:
+        """Writes the rows of dg and dbeta."""
+        for gates, rows, valid, ancestors in self._lengths:
+            # g of row j reaches the G of every row that sees j.
+            dg = gates.dG @ ancestors.to(gates.dG.dtype)
+            for out, gradient in ((dg_TH, dg), (dbeta_TH, gates.dbeta)):
+                values = gradient.transpose(1, 2).flatten(0, 1).to(out.dtype)
+                out.index_copy_(0, rows, values if valid is None else values[valid])
+
+    def _add(
+        self,
+        length: int,
+        members: list[tuple[int, ChunkBatch]],
+        g: Tensor,
+        beta: Tensor,
+        dtype: torch.dtype,
+        backward: bool,
+    ) -> None:
+        rows = torch.cat([b.rows for _, b in members])
+        shared = all(b.ancestors is members[0][1].ancestors for _, b in members) and len(members[0][1].ancestors) == 1
+        if shared:
+            ancestors = members[0][1].ancestors
+        else:
+            ancestors = torch.cat([b.ancestors.expand(b.count, -1, -1) for _, b in members])
+        g_MHC, beta_MHC = (
+            x.index_select(0, rows).to(dtype).view(-1, length, x.shape[1]).transpose(1, 2) for x in (g, beta)
+        )
+        G = (g_MHC @ ancestors.to(dtype).mT).contiguous()
+        gamma = G.exp()
+        valid = None
+        if any(b.valid is not None for _, b in members):
+            real = ancestors.diagonal(dim1=-2, dim2=-1)
+            gamma = gamma * real[:, None]
+            valid = real.expand(len(G), -1).flatten().nonzero().squeeze(1)
+        least = _LEAST_BETA[dtype]
+        hidden = torch.zeros(ancestors.shape, dtype=dtype, device=g.device)
+        none = G.new_empty(0)
+        gates = Gates(
+            G=G,
+            gamma=gamma,
+            beta=torch.where(beta_MHC.abs() < least, least, beta_MHC).contiguous(),
+            dG=torch.zeros_like(G) if backward else none,
+            dbeta=torch.zeros_like(G) if backward else none,
+            hidden=hidden.masked_fill_(~ancestors, -torch.inf),
+        )
+        self._lengths.append((gates, rows if valid is None else rows[valid], valid, ancestors))
+        start = 0
+        for number, b in members:
+            part = slice(start, start + b.count)
+            start += b.count
+            self._of[number] = Gates(
+                G=gates.G[part],
+                gamma=gates.gamma[part],
+                beta=gates.beta[part],
+                dG=gates.dG[part],
+                dbeta=gates.dbeta[part],
+                hidden=gates.hidden if shared else gates.hidden[part],
+            )
