@@ -10,7 +10,7 @@ from torch import Tensor
 from deltamesh.distributed.collectives import Group, RowTransfer
 from deltamesh.ops.causal_conv1d import ConvContext, ConvLayout, causal_conv1d, causal_conv1d_naive, causal_conv1d_rows
 from deltamesh.ops.causal_conv1d.naive import causal_conv1d_by_path
-from deltamesh.plan import RowExchange
+from deltamesh.plan import CostModel, RowExchange, SlicePlan, plan_micro_batch
 
 CHANNELS = 7
 
@@ -172,6 +172,50 @@ def test_two_runs_give_the_same_bits() -> None:
         torch.equal(a, b)
         for a, b in zip(run(causal_conv1d_rows, *tensors, layout), run(causal_conv1d_rows, *tensors, layout))
     )
+
+
+def received_rows(x: Tensor, exchanges: list[RowExchange], cuts: list[int], rank: int) -> Tensor:
+    """What the exchange brings to `rank`, taken from the whole stream."""
+    parts = []
+    for owner, exchange in enumerate(exchanges):
+        first = sum(exchange.send_splits[:rank])
+        rows = exchange.send_rows[first : first + exchange.send_splits[rank]]
+        parts.append(x[cuts[owner] + torch.from_numpy(rows)])
+    return torch.cat(parts)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 100), max_size=5), longest=st.sampled_from([2, 25]))
+def test_any_cuts_give_the_uncut_values_and_gradients(seed: int, cuts: list[int], longest: int) -> None:
+    rng = np.random.default_rng(seed)
+    sequences = [rng.integers(0, 2, size=rng.integers(1, longest + 1)).tolist() for _ in range(8)]
+    whole = plan_micro_batch(sequences, [None] * 8, num_slices=1, conv_width=4, cost=CostModel())
+    rows = whole.tree.num_rows
+    bounds = [0, *sorted(min(cut, rows) for cut in cuts), rows]
+    cut = plan_micro_batch(
+        sequences,
+        [None] * 8,
+        num_slices=len(bounds) - 1,
+        conv_width=4,
+        cost=CostModel(),
+        cuts=lambda *_: np.array(bounds),
+    )
+    torch.manual_seed(seed)
+    x, weight = torch.randn(rows, CHANNELS, dtype=torch.float64), torch.randn(CHANNELS, 4, dtype=torch.float64)
+
+    def in_slices(x: Tensor, halo: Tensor, weight: Tensor, plans: tuple[SlicePlan, ...]) -> Tensor:
+        edges = [plan.start for plan in plans]
+        exchanges = [plan.halo.exchange for plan in plans]
+        parts = []
+        for rank, plan in enumerate(plans):
+            layout = ConvLayout.from_plan(plan.halo, num_rows=plan.stop - plan.start)
+            halo_RD = received_rows(x, exchanges, edges, rank)
+            parts.append(causal_conv1d_rows(x[plan.start : plan.stop], halo_RD, weight, layout))
+        return torch.cat(parts) + halo.sum()
+
+    none = x[:0]
+    for got, want in zip(run(in_slices, x, none, weight, cut.slices), run(in_slices, x, none, weight, whole.slices)):
+        assert relative_error(got, want) < 1e-10
 
 
 def context_of(layout: ConvLayout) -> ConvContext:

@@ -16,7 +16,7 @@ from deltamesh.ops.tree_attention import (
     tree_attention_naive,
     tree_attention_rows,
 )
-from deltamesh.plan import RowExchange
+from deltamesh.plan import CostModel, RowExchange, SlicePlan, plan_micro_batch
 
 Segments = tuple[list[int], list[int]]  # lengths, parents
 
@@ -220,6 +220,49 @@ def test_two_runs_give_the_same_bits_and_fresh_buffers_leak_nothing() -> None:
     for a, b in zip(*runs):
         assert torch.equal(a, b)
         assert not torch.isnan(a).any()
+
+
+def received_rows(x: Tensor, exchanges: list[RowExchange], cuts: list[int], rank: int) -> Tensor:
+    """What the exchange brings to `rank`, taken from the whole stream."""
+    parts = []
+    for owner, exchange in enumerate(exchanges):
+        first = sum(exchange.send_splits[:rank])
+        rows = exchange.send_rows[first : first + exchange.send_splits[rank]]
+        parts.append(x[cuts[owner] + torch.from_numpy(rows)])
+    return torch.cat(parts)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 100), max_size=5), longest=st.sampled_from([2, 25]))
+def test_any_cuts_give_the_uncut_values_and_gradients(seed: int, cuts: list[int], longest: int) -> None:
+    rng = np.random.default_rng(seed)
+    sequences = [rng.integers(0, 2, size=rng.integers(1, longest + 1)).tolist() for _ in range(8)]
+    whole = plan_micro_batch(sequences, [None] * 8, num_slices=1, conv_width=4, cost=CostModel())
+    rows = whole.tree.num_rows
+    bounds = [0, *sorted(min(cut, rows) for cut in cuts), rows]
+    cut = plan_micro_batch(
+        sequences,
+        [None] * 8,
+        num_slices=len(bounds) - 1,
+        conv_width=4,
+        cost=CostModel(),
+        cuts=lambda *_: np.array(bounds),
+    )
+
+    def in_slices(q: Tensor, k: Tensor, v: Tensor, *, scale: float, plans: tuple[SlicePlan, ...]) -> Tensor:
+        edges = [plan.start for plan in plans]
+        exchanges = [plan.ancestors.exchange for plan in plans]
+        parts = []
+        for rank, plan in enumerate(plans):
+            own = slice(plan.start, plan.stop)
+            keys, values = (torch.cat([received_rows(x, exchanges, edges, rank), x[own]]) for x in (k, v))
+            layout = AttentionLayout.from_plan(plan.ancestors)
+            parts.append(tree_attention_rows(q[own], keys, values, scale=scale, layout=layout))
+        return torch.cat(parts)
+
+    tensors = example(seed, rows, 0, (4, 2), (5, 3))
+    for got, want in zip(run(in_slices, tensors, plans=cut.slices), run(in_slices, tensors, plans=whole.slices)):
+        assert relative_error(got, want) < 1e-10
 
 
 def context_of(layout: AttentionLayout) -> AttentionContext:
