@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltamesh.distributed.collectives import Group, RowTransfer
-from deltamesh.ops.causal_conv1d import ConvContext, ConvLayout, causal_conv1d, causal_conv1d_naive, causal_conv1d_rows
+from deltamesh.ops.causal_conv1d import (
+    ConvContext,
+    ConvLayout,
+    causal_conv1d,
+    causal_conv1d_naive,
+    causal_conv1d_rows,
+    conv,
+)
 from deltamesh.ops.causal_conv1d.naive import causal_conv1d_by_path
 from deltamesh.plan import CostModel, RowExchange, SlicePlan, plan_micro_batch
 
@@ -77,7 +84,7 @@ def test_random_forests_match_the_walk_along_each_path(
 
 
 def test_rows_over_many_blocks_match_the_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltamesh.ops.causal_conv1d.conv._CPU_BLOCK_ELEMENTS", 16 * CHANNELS)
+    monkeypatch.setattr(conv, "_CPU_BLOCK_ELEMENTS", 16 * CHANNELS)
     check_forest(3, pieces=9, longest=60, received=5, width=4, activation="silu")
     check_forest(4, pieces=150, longest=1, received=5, width=4, activation="silu")
 
@@ -230,7 +237,7 @@ def test_the_public_op_exchanges_and_backends_agree() -> None:
     x, weight = torch.randn(9, CHANNELS, dtype=torch.float64), torch.randn(CHANNELS, 4, dtype=torch.float64)
     fast, naive = (causal_conv1d(x, weight, context=context_of(layout), backend=b) for b in ("torch", "naive"))
     assert relative_error(fast, naive) < 1e-12
-    with pytest.raises(ValueError, match="use 'torch' or 'naive'"):
+    with pytest.raises(ValueError, match="use 'torch', 'fla' or 'naive'"):
         causal_conv1d(x, weight, context=context_of(layout), backend="cudnn")
 
 

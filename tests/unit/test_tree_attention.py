@@ -16,6 +16,7 @@ from deltamesh.ops.tree_attention import (
     tree_attention_naive,
     tree_attention_rows,
 )
+from deltamesh.ops.tree_attention import layout as layout_module
 from deltamesh.plan import CostModel, RowExchange, SlicePlan, plan_micro_batch
 
 Segments = tuple[list[int], list[int]]  # lengths, parents
@@ -120,8 +121,8 @@ def test_random_forests_match_the_walk_to_the_root(
 ) -> None:
     forest, received = random_forest(np.random.default_rng(seed), segments, longest, path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltamesh.ops.tree_attention.layout._SHORT_RANGE", 3)
-        patch.setattr("deltamesh.ops.tree_attention.layout._PAIRS_PER_BLOCK", 20)
+        patch.setattr(layout_module, "_SHORT_RANGE", 3)
+        patch.setattr(layout_module, "_PAIRS_PER_BLOCK", 20)
         patch.setattr(blockwise, "_TILE_ELEMENTS", 64)
         check(forest, received, seed, heads, block_rows=block_rows, tile_keys=tile_keys)
 

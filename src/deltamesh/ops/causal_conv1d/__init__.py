@@ -30,7 +30,7 @@ def causal_conv1d(
         weight_DW: `conv1d.weight.squeeze(1)`; tap W - 1 multiplies the row itself.
         context: halo exchange, taps and group of this slice.
         activation: "silu" or None.
-        backend: "torch" or "naive".
+        backend: "torch" (any device), "fla" (flash-linear-attention's kernels, for CUDA), or "naive".
 
     Returns:
         [T, D] in x's dtype.
@@ -52,8 +52,13 @@ def causal_conv1d(
         >>> causal_conv1d(x, torch.tensor([[2.0, 1.0]]), context=context, activation=None).flatten().tolist()
         [1.0, 12.0, 102.0]
     """
-    if backend not in ("torch", "naive"):
-        raise ValueError(f"backend={backend!r} is not a backend of causal_conv1d; use 'torch' or 'naive'")
+    if backend not in ("torch", "fla", "naive"):
+        raise ValueError(f"backend={backend!r} is not a backend of causal_conv1d; use 'torch', 'fla' or 'naive'")
     halo_RD = collectives.exchange_rows(x_TD, context.halo_exchange, context.group)
+    if backend == "fla":
+        # imported here: it loads Triton, which the other backends do without
+        from deltamesh.ops.causal_conv1d.fla import causal_conv1d_fla
+
+        return causal_conv1d_fla(x_TD, halo_RD, weight_DW, context.fla_segments, activation)
     op = causal_conv1d_rows if backend == "torch" else causal_conv1d_naive
     return op(x_TD, halo_RD, weight_DW, context.layout, activation)

@@ -4,6 +4,8 @@ Letters: T rows of the slice, R received rows, D channels, W taps, h head rows.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +14,9 @@ from torch import Tensor
 from deltamesh.distributed.collectives import Group, RowTransfer
 from deltamesh.plan.halos import HaloPlan
 from deltamesh.plan.pieces import Ints
+
+if TYPE_CHECKING:
+    from deltamesh.ops.causal_conv1d.fla import ConvSegments
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,3 +145,10 @@ class ConvContext:
     halo_exchange: RowTransfer
     layout: ConvLayout
     group: Group
+
+    @cached_property
+    def fla_segments(self) -> "ConvSegments":
+        """The layout as flash-linear-attention's kernels take it, made at first use and shared by all layers."""
+        from deltamesh.ops.causal_conv1d.fla import ConvSegments  # loads Triton: only where it is used
+
+        return ConvSegments.from_layout(self.layout)
