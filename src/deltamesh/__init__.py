@@ -12,18 +12,43 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltamesh.topology import Topology as Topology
+    from deltamesh.train.micro_batches import ForwardInput as ForwardInput
+    from deltamesh.train.micro_batches import ForwardOutput as ForwardOutput
+    from deltamesh.train.micro_batches import MicroBatch as MicroBatch
+    from deltamesh.train.optim import AdamParams as AdamParams
+    from deltamesh.train.optim import StepResult as StepResult
+    from deltamesh.train.trainer_rank import TrainerRank as TrainerRank
 
 __version__ = "0.1.0"
 
-__all__ = ["Topology", "__version__", "ops"]
+_HOMES = {
+    "AdamParams": "deltamesh.train.optim",
+    "ForwardInput": "deltamesh.train.micro_batches",
+    "ForwardOutput": "deltamesh.train.micro_batches",
+    "MicroBatch": "deltamesh.train.micro_batches",
+    "StepResult": "deltamesh.train.optim",
+    "Topology": "deltamesh.topology",
+    "TrainerRank": "deltamesh.train.trainer_rank",
+}
+
+__all__ = [
+    "AdamParams",
+    "ForwardInput",
+    "ForwardOutput",
+    "MicroBatch",
+    "StepResult",
+    "Topology",
+    "TrainerRank",
+    "__version__",
+    "ops",
+]
 
 
 def __getattr__(name: str) -> Any:
-    match name:
-        case "Topology":
-            return import_module("deltamesh.topology").Topology
-        case "ops":
-            return import_module("deltamesh.ops")
+    if name == "ops":
+        return import_module("deltamesh.ops")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'deltamesh' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

@@ -43,6 +43,10 @@ class Group:
         return Group(rank=0, size=1, handle=None)
 
 
+# torch 2.13 renamed these two; the old names warn
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # ---------------------------------------------------------------- plain collectives
 
 
@@ -59,7 +63,7 @@ def all_gather_rows(x: Tensor, group: Group) -> Tensor:
     if group.handle is None:
         return x.clone()
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group.handle)
+    _all_gather(out, x.contiguous(), group=group.handle)
     return out
 
 
@@ -68,7 +72,7 @@ def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
     if group.handle is None:
         return x.clone()
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group.handle)
+    _reduce_scatter(out, x.contiguous(), group=group.handle)
     return out
 
 

@@ -114,7 +114,7 @@ class ShardedAdamW:
         finite = math.isfinite(norm)
         if finite:
             clip = params.grad_clip_norm
-            factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
+            factor = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
             self._apply(grads, factor, params)
             self.steps_taken += 1
         self.zero_grad()
