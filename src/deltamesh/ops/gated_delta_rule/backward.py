@@ -126,6 +126,7 @@ class SliceBackward:
         kv = (B, e.K, e.V)
         cc = (B, C, C)
         gamma = gates.gamma.reshape(-1, C, 1)
+        S = e.parent_states(batch, self.incoming) if batch.has_state else None
         qk, inverse = e.load_qk(batch)
         gram = e.gram(qk, batch)
         D = gates.decays(new("D", N, e.H, C, C))
@@ -133,7 +134,6 @@ class SliceBackward:
         qk_H = e.per_value_head(qk, batch)
         k = qk_H[:, C:]
         solve, W = e.kept.solve[number], e.kept.writes[number]
-        S = e.parent_states(batch, self.incoming) if batch.has_state else None
         d_out = e.load(batch, self.d_out).reshape(-1, C, e.V)
 
         # What the rows write: used by the rows of the chunk that see them, and by the exits.
@@ -194,6 +194,7 @@ class SliceBackward:
             else:
                 dS.baddbmm_(qk_H.mT, flows)
             self._give_to_parents(batch, dS)
+            e.forget_again(batch)
             dqk = e.over_key_heads(dqk, batch)
             dq.add_(dqk[:, :C])
             dk.add_(dqk[:, C:])

@@ -14,6 +14,7 @@ gamma_i = exp(G_i), and the decays D_ij = exp(G_i - G_j) where row i sees row j,
 The map from S to S' is affine. Its linear part M follows from the same formulas with S = I and V = 0.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from deltamesh.ops.gated_delta_rule.chunk_math import unit_lower_inverse
 from deltamesh.ops.gated_delta_rule.gates import Gates, GateTable
-from deltamesh.ops.gated_delta_rule.memory import Arena, Workspace, fresh
+from deltamesh.ops.gated_delta_rule.memory import Arena, StatePool, Workspace, fresh
 from deltamesh.ops.gated_delta_rule.naive import L2NORM_EPS
 from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch, ExitGroup, Schedule
 from deltamesh.ops.precision import full_precision_matmul
@@ -91,10 +92,21 @@ class SliceEngine:
         self.batches = schedule.batches(max(1, per_batch // self.H))
         self.gates = GateTable(self.batches, g, beta, self.dtype, backward=backward)
         self.buffer = Workspace(self.dtype, self.device)
+        # States that are not kept, and what makes them.
+        self._producer = {
+            group.states[0]: (number, group)
+            for number, batch in enumerate(self.batches)
+            for group in batch.exits
+            if batch.count == 1 and group.states[0] in schedule.passing
+        }
         if keep and not backward:
             padded = sum(b.count * b.length for b in self.batches) * self.H
             squares = sum(b.count * b.length**2 for b in self.batches) * self.H
-            self._arena = Arena(padded * self.V + squares, self.dtype, self.device)
+            states = (schedule.num_states - len(self._producer)) * math.prod(self.state_shape)
+            self._arena = Arena(padded * self.V + squares + states, self.dtype, self.device)
+        self.pool = StatePool(self.state_shape, self.dtype, self.device)
+        self._uses = list(schedule.uses)
+        self._asked = {*schedule.exports, *schedule.finals}
 
     # Phases
 
@@ -171,10 +183,24 @@ class SliceEngine:
             torch.bmm(solve, v, out=W)
             self.store(batch, out, torch.bmm(P, W, out=self.buffer("changed", B, C, self.V)))
         for group in batch.exits:
-            new = self.exit_state(group, gates, D, qk[:, C:], W, S)
-            self.kept.states.update(zip(group.states, new.view(batch.count, *self.state_shape), strict=True))
+            new = self._place(batch, group)
+            self.exit_state(group, group.decay(D), gates, qk[:, C:], W, S, new.view(B, self.K, self.V))
+            self.kept.states.update(zip(group.states, new, strict=True))
         if self.keep:
             self.kept.writes[number] = W
+        for p in batch.parents or ():
+            self._uses[p] -= 1
+            if not self._uses[p] and p not in self._asked and (not self.keep or p in self._producer):
+                self.pool.give(self.kept.states.pop(p))
+
+    def _place(self, batch: ChunkBatch, group: ExitGroup) -> Tensor:
+        """Memory for the states of an exit group, [N, H, K, V]."""
+        passing = group.states[0] in self._producer
+        if batch.count == 1 and (not self.keep or passing):
+            return self.pool.take()[None]
+        if self.keep and not passing:
+            return self._arena.take(batch.count, *self.state_shape)
+        return torch.empty(batch.count, *self.state_shape, dtype=self.dtype, device=self.device)
 
     def _through(self, number: int, batch: ChunkBatch, wide: dict[int, Tensor]) -> None:
         gates, C = self.gates[number], batch.length
@@ -197,16 +223,44 @@ class SliceEngine:
         W = torch.bmm(solve, changed, out=read)
         for group in batch.exits:
             if group.exporting:
-                new = self.exit_state(group, gates, D, k, W, S)
+                new = torch.empty(S.shape, dtype=self.dtype, device=self.device)
+                self.exit_state(group, group.decay(D), gates, k, W, S, new)
                 wide.update(zip(group.states, new.view(batch.count, self.H, self.K, both), strict=True))
 
-    def exit_state(self, group: ExitGroup, gates: Gates, D: Tensor, k: Tensor, W: Tensor, S: Tensor | None) -> Tensor:
-        """States after the exit rows, [B, K, V]."""
-        new = torch.empty(len(k), k.shape[2], W.shape[2], dtype=self.dtype, device=self.device)
-        reached = torch.mul(W, group.decay(D), out=self.buffer("reached", *W.shape))
+    def exit_state(
+        self,
+        group: ExitGroup,
+        left: Tensor,
+        gates: Gates,
+        k: Tensor,
+        W: Tensor,
+        S: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """States after the exit rows, [B, K, V]; `left` [B, C, 1] is what remains there of each row's write."""
+        reached = torch.mul(W, left, out=self.buffer("reached", *W.shape))
         if S is None:
-            return torch.bmm(k.mT, reached, out=new)
-        return torch.mul(S, group.decay(gates.gamma[..., None]), out=new).baddbmm_(k.mT, reached)
+            torch.bmm(k.mT, reached, out=out)
+        else:
+            torch.mul(S, group.decay(gates.gamma[..., None]), out=out).baddbmm_(k.mT, reached)
+
+    def state_again(self, state: int, slots: Tensor) -> Tensor:
+        """A state of the forward [H, K, V], computed again from the one before it if it was not kept."""
+        if state not in self.kept.states:
+            number, group = self._producer[state]
+            batch, gates = self.batches[number], self.gates[number]
+            S = self.parent_states(batch, slots) if batch.has_state else None
+            k = self.per_value_head(self.load_k(batch), batch)
+            out = self.pool.take()
+            self.exit_state(group, gates.decay_to(group), gates, k, self.kept.writes[number], S, out)
+            self.kept.states[state] = out
+        return self.kept.states[state]
+
+    def forget_again(self, batch: ChunkBatch) -> None:
+        """Gives up what `state_again` computed for the parents of a batch."""
+        for p in batch.parents or ():
+            if p in self._producer:
+                self.pool.give(self.kept.states.pop(p))
 
     def _solve(self, number: int, gates: Gates, D: Tensor, kk: Tensor) -> Tensor:
         """T diag(beta) [B, C, C] from K K^T [N, Hk, C, C]."""
@@ -279,8 +333,8 @@ class SliceEngine:
         if not self.use_qk_l2norm:
             torch.mul(rows, scale, out=out)
             return None
-        norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-        inverse = norm.square_().add_(L2NORM_EPS).rsqrt_()
+        torch.mul(rows, rows, out=out)
+        inverse = out.sum(-1, keepdim=True).add_(L2NORM_EPS).rsqrt_()
         torch.mul(rows, inverse if scale == 1 else inverse * scale, out=out)
         return inverse
 
@@ -289,7 +343,7 @@ class SliceEngine:
         if batch.slots is not None:
             found = [slots[s] for s in batch.slots]
         else:
-            found = [self.kept.states[p] for p in batch.parents or ()]
+            found = [self.state_again(p, slots) for p in batch.parents or ()]
         S = found[0] if len(found) == 1 else torch.stack(found)
         return S.reshape(-1, self.K, self.V)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch
+from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch, ExitGroup
 
 # A smaller |beta| is replaced: the gradient of beta divides by its square. Writes of 1e-12 of a value are far below
 # fp32's, 1e-20 below fp64's resolution.
@@ -18,14 +18,14 @@ _LEAST_BETA = {torch.float32: 1e-12, torch.float64: 1e-20}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gates:
-    """Gates of a batch of chunks; all but `hidden` are [N, H, C].
+    """Gates of a batch of chunks; all but `seen` are [N, H, C].
 
     Attributes:
         G: sum of g over the rows that each row sees (its ancestors in the chunk, and itself).
         gamma: exp(G), zero at padding.
         beta: write strength.
         dG, dbeta: their gradients, filled by the backward (absent in the forward).
-        hidden: [1 or N, C, C], -inf where row i does not see row j, else 0.
+        seen: [1 or N, C, C], 1 where row i sees row j, else 0.
     """
 
     G: Tensor
@@ -33,12 +33,23 @@ class Gates:
     beta: Tensor
     dG: Tensor
     dbeta: Tensor
-    hidden: Tensor
+    seen: Tensor
 
     def decays(self, out: Tensor) -> Tensor:
-        """D [N, H, C, C] = exp(G_i - G_j), zero where i does not see j; the exponent is masked, not the result."""
+        """D [N, H, C, C] = exp(G_i - G_j), zero where i does not see j.
+
+        Unseen exponents may be large and positive, so they are cleared before `exp`, not only after it. (With -inf
+        for them `exp` takes twice as long.)
+        """
+        seen = self.seen[:, None]
         torch.sub(self.G[..., :, None], self.G[..., None, :], out=out)
-        return out.add_(self.hidden[:, None]).exp_()
+        return out.mul_(seen).exp_().mul_(seen)
+
+    def decay_to(self, group: ExitGroup) -> Tensor:
+        """The rows of D that belong to an exit, [N H, C, 1]."""
+        seen = group.row(self.seen[:, None]) if len(self.seen) == len(self.G) else self.seen[:, None, group.at]
+        to_exit = (group.row(self.G[..., None]) - self.G).mul_(seen).exp_().mul_(seen)
+        return to_exit.view(-1, self.G.shape[-1], 1)
 
 
 class GateTable:
@@ -100,7 +111,6 @@ class GateTable:
             gamma = gamma * real[:, None]
             valid = real.expand(len(G), -1).flatten().nonzero().squeeze(1)
         least = _LEAST_BETA[dtype]
-        hidden = torch.zeros(ancestors.shape, dtype=dtype, device=g.device)
         none = G.new_empty(0)
         gates = Gates(
             G=G,
@@ -108,7 +118,7 @@ class GateTable:
             beta=torch.where(beta_MHC.abs() < least, least, beta_MHC).contiguous(),
             dG=torch.zeros_like(G) if backward else none,
             dbeta=torch.zeros_like(G) if backward else none,
-            hidden=hidden.masked_fill_(~ancestors, -torch.inf),
+            seen=ancestors.to(dtype),
         )
         self._lengths.append((gates, rows if valid is None else rows[valid], valid, ancestors))
         start = 0
@@ -121,5 +131,5 @@ class GateTable:
                 beta=gates.beta[part],
                 dG=gates.dG[part],
                 dbeta=gates.dbeta[part],
-                hidden=gates.hidden if shared else gates.hidden[part],
+                seen=gates.seen if shared else gates.seen[part],
             )

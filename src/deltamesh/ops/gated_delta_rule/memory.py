@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import torch
-import torch.utils.deterministic as deterministic
 from torch import Tensor
 
 _HUGE = 4 << 20  # bytes from which numpy asks the kernel for huge pages
@@ -27,7 +26,7 @@ def fresh(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch
     memory = np.empty(size + line, dtype=_NUMPY_DTYPES[dtype])
     skip = -memory.ctypes.data % 64 // dtype.itemsize  # on a cache line, like torch's own
     x = torch.from_numpy(memory[skip : skip + size].reshape(shape))
-    if torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:
+    if torch.are_deterministic_algorithms_enabled():  # then torch.empty fills with NaN
         x.fill_(math.nan)
     return x
 
@@ -61,3 +60,21 @@ class Arena:
         self._used += math.prod(shape)
         assert self._used <= len(self._flat), "the arena was made for all parts"
         return self._flat[start : self._used].view(shape)
+
+
+class StatePool:
+    """Buffers of one shape that come back when nobody needs them."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._idle: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        """A buffer of the pool's shape."""
+        if self._idle:
+            return self._idle.pop()
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes a buffer back."""
+        self._idle.append(buffer)

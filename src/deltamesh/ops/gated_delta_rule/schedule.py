@@ -138,6 +138,9 @@ class Schedule:
         through: positions in `exports` whose path enters at a carried slot.
         finals: exit state of each piece of `final_pieces`.
         final_pieces: the pieces whose last state is asked for.
+        uses: chunks that start from each exit state.
+        passing: exit states that can be forgotten and computed again from the state before them: only one chunk
+            continues them, and they are the only exit of theirs.
         device: where the index tensors live.
     """
 
@@ -163,6 +166,11 @@ class Schedule:
         self.num_states = len(renumber)
         self.exports = tuple(end[int(p)] for p in pieces.exports)
         self.finals = tuple(end[p] for p in self.final_pieces)
+        self.uses = [0] * self.num_states
+        for chunk in (c for group in self.groups for c in group):
+            if chunk.parent >= 0:
+                self.uses[chunk.parent] += 1
+        self.passing = self._every_other_passing_state()
         self._leads_to_export = _states_above_exports(self.groups, self.exports)
         self._batches: dict[int, tuple[ChunkBatch, ...]] = {}
         self._chain_masks: dict[int, Tensor] = {}
@@ -176,6 +184,15 @@ class Schedule:
                 parts.extend(self._batch(group[i : i + size]) for i in range(0, len(group), size))
             self._batches[max_rows] = tuple(parts)
         return self._batches[max_rows]
+
+    def _every_other_passing_state(self) -> frozenset[int]:
+        asked = {*self.exports, *self.finals}
+        passing: set[int] = set()
+        for chunk in (c for group in self.groups for c in group):  # parents first
+            state = next(iter(chunk.exits.values()), NO_STATE)
+            if len(chunk.exits) == 1 and self.uses[state] == 1 and state not in asked and chunk.parent not in passing:
+                passing.add(state)
+        return frozenset(passing)
 
     def _batch(self, chunks: Sequence[Chunk]) -> ChunkBatch:
         length = max(len(c.rows) for c in chunks)
