@@ -20,7 +20,7 @@ from deltamesh.distributed.collectives import (
     scatter_rows,
     split_rows,
 )
-from deltamesh.distributed.mesh import Mesh, build_mesh
+from deltamesh.distributed.mesh import build_mesh
 from deltamesh.ops.gated_delta_rule.scan_carrier import ScanCarrier
 from deltamesh.plan import cut_forest, plan_links, plan_row_exchanges
 from deltamesh.testing.rank_pool import RankPool
@@ -32,8 +32,6 @@ LAYOUTS = {
     "{0,2,4,6}/{1,3,5,7}": Topology(cp=4, tp=2),
 }
 layouts = pytest.mark.parametrize("topology", LAYOUTS.values(), ids=LAYOUTS.keys())
-
-
 
 
 def _cp_group(topology: Topology, rank: int) -> tuple[int, ...]:
@@ -146,7 +144,7 @@ def test_row_shards_are_gathered_summed_and_dealt_inside_their_group(
             "collect.grad": shard(weight(rows, 0)),
         }
         for name, value in expected.items():
-            torch.testing.assert_close(seen[name], value, rtol=0, atol=1e-14, msg=lambda m, n=name, r=rank: f"{n}@{r}: {m}")
+            torch.testing.assert_close(seen[name], value, rtol=0, atol=1e-14, msg=f"{name} on rank {rank}")
 
 
 def run_slices(topology: Topology, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -150,7 +150,8 @@ def test_peft_loads_the_exported_adapter_and_gives_the_same_logprobs(
         model, [torch.tensor(x.input_tokens) for x in FLAT], [torch.tensor(x.target_tokens) for x in FLAT]
     )
     with model.disable_adapter():
-        plain = hugging_face_outputs(model, [torch.tensor(FLAT[0].input_tokens)], [torch.tensor(FLAT[0].target_tokens)])
+        first = torch.tensor(FLAT[0].input_tokens), torch.tensor(FLAT[0].target_tokens)
+        plain = hugging_face_outputs(model, first[:1], first[1:])
     assert relative_error(ours[0], plain[0][0]) > 1e-2, "the adapter changes the model"
     assert len(ours) == len(FLAT)
     for i, (logprobs, _) in enumerate(theirs):
@@ -166,9 +167,7 @@ def load_base(path: str, topology: Topology) -> dict[int, Tensor]:
     return backward(TrainerRank.from_pretrained(path, topology=topology))
 
 
-def test_weights_saved_at_one_topology_load_at_another_and_in_transformers(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
+def test_weights_saved_at_one_topology_load_at_another_and_in_transformers(rank_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "model")
     rank_pool.run(save_base, 4, Topology(cp=2, tp=2), path)
     alone = rank_pool.run(load_base, 1, path, Topology())[0]
@@ -198,7 +197,10 @@ def forward(inputs: list[ForwardInput], topology: Topology) -> None:
         ([ForwardInput(input_tokens=[1, 259])], r"input_tokens holds 259; token ids of this model are 0 to 258"),
         ([ForwardInput(input_tokens=[1, -1])], r"input 0: input_tokens holds token id -1 at position 1"),
         ([ForwardInput(input_tokens=[1, 2], target_tokens=[1, 999])], "target_tokens holds 999"),
-        ([ForwardInput(input_tokens=[1, 2], target_tokens=[1])], "target_tokens has length 1, input_tokens has length 2"),
+        (
+            [ForwardInput(input_tokens=[1, 2], target_tokens=[1])],
+            "target_tokens has length 1, input_tokens has length 2",
+        ),
         ([ForwardInput(input_tokens=[[1, 2]])], "shape"),
         ([ForwardInput(input_tokens=[1.5])], "integers"),
         (["text"], "pass ForwardInput objects"),

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import LlamaConfig, Qwen3_5Config
 
-from deltamesh.models import ByteTokenizer, UnsupportedConfigError, load_config, tiny_config, validate_config
+from deltamesh.data import ByteTokenizer
+from deltamesh.models import UnsupportedConfigError, load_config, tiny_config, validate_config
 from deltamesh.models.config import text_config
 
 
@@ -59,23 +59,10 @@ def test_missing_paths_and_files_are_told_apart(tmp_path: Path) -> None:
         load_config(tmp_path / "nothing")
 
 
-def test_bytes_survive_the_tokenizer() -> None:
-    tokenizer = ByteTokenizer()
-    text = "naïve 日本 \x00\n"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode("a", add_special_tokens=True) == [256, 97, 257]
-    assert tokenizer.decode(torch.tensor([256, 97, 257]), skip_special_tokens=False) == "<bos>a<eos>"
-    assert len(tokenizer) == tiny_config().vocab_size
-    with pytest.raises(ValueError, match="token id 259"):
-        tokenizer.decode([259])
-
-
-def test_the_ids_of_a_conversations_start_are_a_prefix_of_the_whole() -> None:
-    tokenizer = ByteTokenizer()
-    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    whole = tokenizer.apply_chat_template(messages)
-    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True)
-    assert whole[: len(prompt)] == prompt
-    assert whole[len(prompt) :] == [ord("4"), 257]
-    with pytest.raises(ValueError, match="message 1 needs"):
-        tokenizer.apply_chat_template([messages[0], {"role": "assistant"}])
+def test_the_tiny_model_reads_the_byte_tokenizer() -> None:
+    tokenizer, config = ByteTokenizer(), tiny_config()
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (
+        config.vocab_size,
+        config.bos_token_id,
+        config.eos_token_id,
+    )

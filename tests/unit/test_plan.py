@@ -1,5 +1,7 @@
 """Plans against brute force: every index table equals what walking the paths row by row gives."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -127,12 +129,13 @@ def test_a_prompt_whose_completions_live_elsewhere_costs_only_its_state() -> Non
     forest = cut_forest(
         np.array([-1, 0, 0, 0]), np.array([0, 8, 12, 16]), np.array([8, 4, 4, 4]), np.array([0, 8, 12, 20])
     )
-    sent = [(sum(map(len, x.forward.send_states)), sum(map(len, x.forward.send_transitions))) for x in plan_links(forest)]
+    ways = [link.forward for link in plan_links(forest)]
+    sent = [(sum(map(len, way.send_states)), sum(map(len, way.send_transitions))) for way in ways]
     assert sent == [(2, 0), (0, 0), (0, 0)]
 
 
 def test_plans_are_pure_and_their_digest_sees_every_input() -> None:
-    base = dict(num_slices=2, conv_width=4, cost=CostModel())
+    base = {"num_slices": 2, "conv_width": 4, "cost": CostModel()}
     tokens, targets = [[1, 2, 3, 4], [1, 2, 5]], [[2, 3, 4, -100], [2, 5, -100]]
     digest = plan_micro_batch(tokens, targets, **base).digest
     assert plan_micro_batch(tokens, targets, **base).digest == digest
@@ -150,7 +153,7 @@ def test_balanced_cuts_weigh_attention_by_path_position() -> None:
     positions = np.arange(4096)
     cost = CostModel(row=100.0, key=1.0).rows(positions)
     cuts = balanced_cuts(cost, 4)
-    work = [cost[a:b].sum() for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    work = [cost[a:b].sum() for a, b in pairwise(cuts)]
     assert max(work) / np.mean(work) < 1.01
     assert cuts[1] > 1024 > cuts[4] - cuts[3]
 

@@ -235,7 +235,7 @@ def split_rows(x: Tensor, group: Group) -> Tensor:
 
 
 def collect_rows(x: Tensor, num_rows: int, group: Group) -> Tensor:
-    """Forward: row shards -> the whole rows. Backward: this rank's rows of the gradient (the consumer is replicated)."""
+    """Forward: row shards -> the whole rows. Backward: own rows of the gradient (the consumer is replicated)."""
     return _CollectRows.apply(x, num_rows, group)  # type: ignore[no-any-return]
 
 

@@ -6,11 +6,10 @@ from deltamesh.models.lora_targets import LoraTargets, match_lora_targets
 from deltamesh.models.qwen3_5 import HybridCausalLM
 from deltamesh.models.sharding import ParamSpec, assemble, scatter_to_full, take_local
 from deltamesh.models.specs import linear_specs, param_specs
-from deltamesh.models.tiny import ByteTokenizer, random_weights
+from deltamesh.models.tiny import random_weights
 from deltamesh.models.weights import WeightsError, load_directory, save_directory
 
 __all__ = [
-    "ByteTokenizer",
     "HybridCausalLM",
     "LoraTargets",
     "ParamSpec",

@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from deltamesh.plan.pieces import Ints
 
+Floats = npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
@@ -27,12 +29,12 @@ class CostModel:
     row: float = 1.0
     key: float = 0.0
 
-    def rows(self, position_T: Ints) -> npt.NDArray[np.float64]:
+    def rows(self, position_T: Ints) -> Floats:
         """float64 [T]: the cost of rows at these positions of their paths."""
-        return self.row + self.key * (position_T + 1.0)
+        return (self.row + self.key * (position_T + 1.0)).astype(np.float64)
 
 
-def balanced_cuts(cost_T: npt.NDArray[np.float64], num_slices: int) -> Ints:
+def balanced_cuts(cost_T: Floats, num_slices: int) -> Ints:
     """Cuts at the quantiles of the summed cost: int64 [num_slices + 1].
 
     Example:

@@ -16,7 +16,15 @@ from deltamesh.plan.halos import HaloPlan, plan_halos
 from deltamesh.plan.links import ScanLinks, plan_links
 from deltamesh.plan.pieces import Ints, Pieces
 from deltamesh.plan.slices import CutForest, cut_forest
-from deltamesh.tree import Edges, PrefixTree, SequenceRows, all_sequence_rows, build_edges, build_prefix_tree, build_stream
+from deltamesh.tree import (
+    Edges,
+    PrefixTree,
+    SequenceRows,
+    all_sequence_rows,
+    build_edges,
+    build_prefix_tree,
+    build_stream,
+)
 
 CutRule = Callable[[PrefixTree, int], Ints]
 """From a tree and the number of slices to cuts."""
@@ -140,9 +148,7 @@ def plan_micro_batch(
         slices=slices,
         edge_counts=tuple(np.diff(edge_bounds).tolist()),
         hidden_counts=tuple(np.diff(hidden_bounds).tolist()),
-        hidden_of=tuple(
-            np.searchsorted(hidden_rows, rows.of(s)) if want else None for s, want in enumerate(wanted)
-        ),
+        hidden_of=tuple(np.searchsorted(hidden_rows, rows.of(s)) if want else None for s, want in enumerate(wanted)),
         digest=_digest(tree, edges, forest, hidden_rows, halos, ancestors),
     )
 
@@ -161,9 +167,8 @@ def _digest(
     ancestors: list[AncestorPlan],
 ) -> str:
     digest = hashlib.sha256()
-    splits = [
-        np.array([plan.exchange.send_splits, plan.exchange.recv_splits]) for plan in (*halos, *ancestors)
-    ]
+    exchanges = [plan.exchange for plan in halos] + [plan.exchange for plan in ancestors]
+    splits = [np.array([exchange.send_splits, exchange.recv_splits]) for exchange in exchanges]
     arrays = [
         tree.tokens, tree.node_parent, tree.node_start, tree.sequence_node,
         edges.row_E, edges.target_E, edges.edge_of, hidden_rows,

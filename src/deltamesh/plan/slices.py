@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from deltamesh.plan.pieces import Ints, Pieces
+from deltamesh.plan.pieces import Bools, Ints, Pieces
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,10 +37,11 @@ class CutForest:
         return len(self.cuts) - 1
 
     @cached_property
-    def enters(self) -> np.ndarray:
+    def enters(self) -> Bools:
         """bool [n]: the piece continues a piece of an earlier slice."""
         has_parent = self.parent >= 0
-        return has_parent & (self.rank[self.parent] != self.rank)
+        crosses: Bools = has_parent & (self.rank[self.parent] != self.rank)
+        return crosses
 
     @cached_property
     def entry(self) -> Ints:

@@ -66,7 +66,7 @@ def forked_inputs(seed: int = 0, vocab_size: int = 259) -> list[list[ForwardInpu
     rng = np.random.default_rng(seed)
 
     def draw(length: int) -> list[int]:
-        return rng.integers(0, vocab_size, length).tolist()
+        return [int(token) for token in rng.integers(0, vocab_size, length)]
 
     def item(tokens: list[int], *, hidden: bool, ignore_prefix: int = 0) -> ForwardInput:
         targets = [*tokens[1:], int(rng.integers(0, vocab_size))]

@@ -44,7 +44,9 @@ def _tolerant(function):  # type: ignore[no-untyped-def]
     return call
 
 
-def hugging_face_model(config: Qwen3_5TextConfig, state: Mapping[str, Tensor], dtype: torch.dtype) -> Qwen3_5ForCausalLM:
+def hugging_face_model(
+    config: Qwen3_5TextConfig, state: Mapping[str, Tensor], dtype: torch.dtype
+) -> Qwen3_5ForCausalLM:
     """A `Qwen3_5ForCausalLM` with the given full weights and eager attention."""
     with torch.device("meta"):
         model = Qwen3_5ForCausalLM._from_config(config, attn_implementation="eager", dtype=dtype)

@@ -127,4 +127,3 @@ def batch_loss(micro_batch: MicroBatch, examples: Sequence[Example]) -> Tensor:
         weights = torch.from_numpy(examples[index].weights).to(logprobs)
         losses.append(cross_entropy(logprobs, weights=weights))
     return torch.stack(losses).sum()
-

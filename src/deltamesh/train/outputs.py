@@ -63,7 +63,8 @@ def _logprobs(
     # an ignored target has edge -1: the zero at the end
     padded = torch.cat([everywhere_E, everywhere_E.new_zeros(1)])
     flat = padded[torch.from_numpy(plan.edges.edge_of).to(device)]
-    return flat.split(plan.tree.sequence_length.tolist())
+    parts: tuple[Tensor, ...] = flat.split(plan.tree.sequence_length.tolist())
+    return parts
 
 
 def _hidden_states(hidden_SD: Tensor, plan: MicroBatchPlan, context: SliceContext) -> list[Tensor] | None:
@@ -74,6 +75,5 @@ def _hidden_states(hidden_SD: Tensor, plan: MicroBatchPlan, context: SliceContex
     wanted = torch.from_numpy(plan.slices[context.cp.rank].hidden_rows).to(device)
     everywhere = collect_slices(hidden_TD[wanted], plan.hidden_counts, context.cp)
     return [
-        everywhere[torch.from_numpy(rows).to(device)] if rows is not None else everywhere[:0]
-        for rows in plan.hidden_of
+        everywhere[torch.from_numpy(rows).to(device)] if rows is not None else everywhere[:0] for rows in plan.hidden_of
     ]

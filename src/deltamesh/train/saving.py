@@ -1,4 +1,4 @@
-"""Saving from a mesh: whole tensors are gathered over tp one by one, one rank writes, and all ranks learn how it went."""
+"""Saving from a mesh: whole tensors are gathered over tp one by one, one rank writes, all ranks learn how it went."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping

@@ -9,6 +9,7 @@ from transformers import Qwen3_5TextConfig
 
 from deltamesh.distributed.mesh import Mesh
 from deltamesh.models import HybridCausalLM, load_config, random_weights
+from deltamesh.models.blocks import Backend
 from deltamesh.models.config import FULL_ATTENTION, built_in_configs
 from deltamesh.models.lora import add_lora
 from deltamesh.models.lora_targets import LoraTargets
@@ -51,7 +52,8 @@ def build_model(settings: ModelSettings, mesh: Mesh) -> tuple[HybridCausalLM, Lo
     mesh.topology.check_model(config)
     if settings.name_or_path in built_in_configs() and settings.name_or_path != "tiny":
         raise ValueError(
-            f"{settings.name_or_path!r} is a shape for planning and has no weights; give 'tiny', a directory or a Hub id"
+            f"{settings.name_or_path!r} is a shape for planning and has no weights; "
+            "give 'tiny', a directory or a Hub id"
         )
     model = HybridCausalLM(
         config,
@@ -60,7 +62,7 @@ def build_model(settings: ModelSettings, mesh: Mesh) -> tuple[HybridCausalLM, Lo
         dtype=settings.dtype,
         device=_device(settings),
         recompute=cast(Recompute, settings.recompute),
-        backend=settings.backend,
+        backend=cast(Backend, settings.backend),
     )
     if settings.name_or_path == "tiny":
         random_weights(model, settings.seed)

@@ -13,13 +13,13 @@ from deltamesh.distributed.mesh import Mesh, build_mesh
 from deltamesh.models import HybridCausalLM
 from deltamesh.models.lora_targets import LoraTargets
 from deltamesh.ops.context import SliceContext
-from deltamesh.plan.plan import MicroBatchPlan, plan_micro_batch
+from deltamesh.plan.plan import CutRule, MicroBatchPlan, plan_micro_batch
 from deltamesh.topology import Topology
 from deltamesh.train import saving
 from deltamesh.train.micro_batches import CheckedInput, Deal, Item, MicroBatch, check_inputs, deal
 from deltamesh.train.optim import AdamParams, ShardedAdamW, StepResult
 from deltamesh.train.outputs import source_order_outputs
-from deltamesh.train.setup import CutRule, ModelSettings, build_model, cost_model
+from deltamesh.train.setup import ModelSettings, build_model, cost_model
 
 
 class TrainerRank:
@@ -87,7 +87,10 @@ class TrainerRank:
             max_rows=max_rows, seed=seed, backend=backend, cuts=cuts,
         )  # fmt: skip
         model, targets = agree(
-            lambda: build_model(settings, mesh), lambda built: saving.shape_digest(built[0]), mesh.world, what="the model"
+            lambda: build_model(settings, mesh),
+            lambda built: saving.shape_digest(built[0]),
+            mesh.world,
+            what="the model",
         )
         return cls(model, mesh, settings, targets)
 
