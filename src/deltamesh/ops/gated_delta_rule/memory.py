@@ -37,14 +37,20 @@ class Workspace:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self._flat: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # chunks ask for the same ones again and again
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """The buffer `name` in this shape; what it held under this name is lost."""
+        view = self._views.get((name, shape))
+        if view is not None:
+            return view
         size = math.prod(shape)
         flat = self._flat.get(name)
         if flat is None or flat.numel() < size:
             flat = self._flat[name] = torch.empty(size, dtype=self.dtype, device=self.device)
-        return flat[:size].view(shape)
+            self._views = {key: v for key, v in self._views.items() if key[0] != name}
+        view = self._views[name, shape] = flat[:size].view(shape)
+        return view
 
 
 class Arena:

@@ -19,6 +19,7 @@ from deltamesh.plan.pieces import Pieces
 
 CHUNK_ROWS = 64
 _BUCKETS = np.array([1, 4, 8, 16, 32, 48, CHUNK_ROWS])
+_CHAIN = list(range(-1, CHUNK_ROWS - 1))
 NO_STATE = -1
 
 
@@ -48,7 +49,8 @@ class Chunk:
 
     @property
     def is_chain(self) -> bool:
-        return all(b == i - 1 for i, b in enumerate(self.before))
+        """Whether every row continues the one before it."""
+        return self.before == _CHAIN[: len(self.before)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,11 +198,11 @@ class Schedule:
 
     def _batch(self, chunks: Sequence[Chunk]) -> ChunkBatch:
         length = max(len(c.rows) for c in chunks)
-        rows = np.array([c.rows + c.rows[:1] * (length - len(c.rows)) for c in chunks], dtype=np.int64)
+        rows = [c.rows + c.rows[:1] * (length - len(c.rows)) for c in chunks]
         full = all(len(c.rows) == length for c in chunks)
-        real = np.array([[i < len(c.rows) for i in range(length)] for c in chunks])
-        first = int(rows[0, 0])
-        run = full and len(chunks) == 1 and bool((rows.ravel() == np.arange(first, first + rows.size)).all())
+        valid = [n * length + i for n, c in enumerate(chunks) for i in range(len(c.rows))] if not full else []
+        first = rows[0][0]
+        run = len(chunks) == 1 and rows[0] == list(range(first, first + length))
         if full and all(c.is_chain for c in chunks):
             mask = self._chain_masks.get(length)
             if mask is None:
@@ -226,8 +228,8 @@ class Schedule:
             count=len(chunks),
             length=length,
             first_row=first if run else -1,
-            rows=torch.from_numpy(rows.ravel()).to(self.device),
-            valid=None if full else torch.from_numpy(np.flatnonzero(real.ravel())).to(self.device),
+            rows=torch.tensor(rows).flatten().to(self.device),
+            valid=None if full else torch.tensor(valid, device=self.device),
             ancestors=mask,
             slots=tuple(c.slot for c in chunks) if chunks[0].slot >= 0 else None,
             parents=tuple(c.parent for c in chunks) if chunks[0].parent >= 0 else None,
