@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from deltamesh.ops.tree_attention import AttentionLayout, tree_attention_rows
 
-HEADS, KEY_HEADS, WIDTH = 8, 2, 128
+HEADS, KEY_HEADS, WIDTH = 8, 2, 256  # query heads share key heads, and heads are 256 wide, in the models at hand
 
 
 def forest(lengths: list[int], parents: list[int]) -> AttentionLayout:

@@ -7,6 +7,7 @@ Letters: T query rows, X key rows, H query heads, J key/value heads, G = H // J,
 n query rows of a block, m keys of a tile, r = n G.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,7 +51,7 @@ class _TreeAttention(torch.autograd.Function):
                 max_jr = torch.full_like(sum_jr, -torch.inf)
                 for tile in block.tiles:  # its own rows come first: each sees itself, so every maximum is finite
                     k_jmD, v_jmD = rows.keys(tile, heads)
-                    scores_jrm = q_jrD @ k_jmD.mT
+                    scores_jrm = rows.product(0, q_jrD, k_jmD.mT)
                     rows.fill_hidden(scores_jrm, block, tile, -torch.inf)
                     new_max = torch.maximum(max_jr, scores_jrm.amax(-1, keepdim=True))
                     shrink = (max_jr - new_max).exp_()
@@ -81,9 +82,9 @@ class _TreeAttention(torch.autograd.Function):
                 dq_jrD = torch.zeros_like(q_jrD)
                 for tile in block.tiles:
                     k_jmD, v_jmD = rows.keys(tile, heads)
-                    p_jrm = (q_jrD @ k_jmD.mT).sub_(lse_jr).exp_()
+                    p_jrm = rows.product(0, q_jrD, k_jmD.mT).sub_(lse_jr).exp_()
                     rows.fill_hidden(p_jrm, block, tile, 0.0)
-                    dscores_jrm = (do_jrD @ v_jmD.mT).sub_(delta_jr).mul_(p_jrm)
+                    dscores_jrm = rows.product(1, do_jrD, v_jmD.mT).sub_(delta_jr).mul_(p_jrm)
                     dq_jrD.baddbmm_(dscores_jrm, k_jmD)
                     rows.add(dv_JXD, tile, heads, p_jrm.mT, do_jrD)
                     rows.add(dk_JXD, tile, heads, dscores_jrm.mT, q_jrD)
@@ -100,13 +101,27 @@ class _Rows:
         self.layout = layout
         self.num_key_heads = k_XJD.shape[1]
         self.group = q_THD.shape[1] // k_XJD.shape[1]
+        # fresh memory for every tile of scores costs page faults worth a tenth of the product that fills it
+        largest = max((self._heads_at_once(b) * self._row_pairs(b) for b in layout.blocks), default=0)
+        self.scratch = [self.k_XJD.new_empty(largest) for _ in range(2)]
 
     def head_groups(self, block: QueryBlock) -> Iterator[slice]:
         """Key heads taken at once: as many as keep a tile of scores in the cache."""
-        widest = max(_width(tile) for tile in block.tiles)
-        step = max(1, _TILE_ELEMENTS // ((block.stop - block.start) * self.group * widest))
+        step = self._heads_at_once(block)
         for first in range(0, self.num_key_heads, step):
             yield slice(first, min(first + step, self.num_key_heads))
+
+    def _row_pairs(self, block: QueryBlock) -> int:
+        """Scores of a block's widest tile for one key head."""
+        return (block.stop - block.start) * self.group * max(_width(tile) for tile in block.tiles)
+
+    def _heads_at_once(self, block: QueryBlock) -> int:
+        return min(self.num_key_heads, max(1, _TILE_ELEMENTS // self._row_pairs(block)))
+
+    def product(self, place: int, left_jrD: Tensor, right_jDm: Tensor) -> Tensor:
+        """[j, r, m] in a scratch buffer, until the next product there."""
+        shape = (left_jrD.shape[0], left_jrD.shape[1], right_jDm.shape[2])
+        return torch.bmm(left_jrD, right_jDm, out=self.scratch[place][: math.prod(shape)].view(shape))
 
     def _view(self, x_THD: Tensor, block: QueryBlock, heads: slice) -> Tensor:
         """[j, n, G, D] view of a block's rows."""
