@@ -126,6 +126,11 @@ def test_outcomes_keep_each_ranks_exception_as_a_value(small_pool: RankPool) -> 
     assert "in _fail_everywhere" in outcomes[0].__notes__[0]
 
 
+def test_ranks_that_fail_at_once_keep_their_own_error_run_after_run(small_pool: RankPool) -> None:
+    for _ in range(40):
+        assert {str(outcome) for outcome in small_pool.outcomes(_fail_everywhere, 3)} == {"'the same on all'"}
+
+
 def test_exception_or_result_that_cannot_be_pickled_is_described(small_pool: RankPool) -> None:
     with pytest.raises(RanksFailed, match="LocalError: cannot travel"):
         small_pool.run(_fail_with_unpicklable, 1)

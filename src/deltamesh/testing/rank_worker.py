@@ -90,15 +90,20 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 @contextmanager
 def _process_group(job: Job) -> Iterator[None]:
     use_loopback()
+    store = dist.FileStore(job.store_path, job.world_size)  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(job.store_path, job.world_size),  # type: ignore[attr-defined]
+        store=store,
         rank=job.rank,
         world_size=job.world_size,
         # The pool ends a run that takes too long, and can say which ranks hang; it must not be outrun by gloo's error.
         timeout=timedelta(seconds=job.timeout + 60),
     )
     try:
+        # Without this, a rank whose function fails at once closes connections that its peers are still making, and they
+        # report that instead of their own outcome.
+        store.set(f"connected/{job.rank}", "")
+        store.wait([f"connected/{rank}" for rank in range(job.world_size)])
         yield
     finally:
         if dist.is_initialized():
