@@ -17,7 +17,7 @@ help:
 	@echo "make format    rewrite the sources in the project's format"
 	@echo "make test      lint, then every test"
 	@echo "make demo      the demonstration, on this machine's CPU"
-	@echo "make bench     the benchmarks"
+	@echo "make bench     every script of benchmarks/, one after another"
 	@echo "make clean     remove $(VENV) and the tools' caches"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -46,7 +46,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/run.py
+	@set -e; for script in $(wildcard benchmarks/[a-z]*.py); do echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
