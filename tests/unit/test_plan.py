@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from deltamesh.plan import CostModel, balanced_cuts, cut_forest, plan_links, plan_micro_batch
+from deltamesh.plan import CostModel, cut_forest, plan_links, plan_micro_batch, quantile_cuts
 from deltamesh.plan.ancestors import plan_ancestors
+from deltamesh.plan.cuts import through_rows
 from deltamesh.plan.exchange import RowExchange
 from deltamesh.plan.halos import plan_halos
 from deltamesh.plan.slices import CutForest
@@ -151,11 +152,36 @@ def test_plans_are_pure_and_their_digest_sees_every_input() -> None:
 
 def test_balanced_cuts_weigh_attention_by_path_position() -> None:
     positions = np.arange(4096)
-    cost = CostModel(row=100.0, key=1.0).rows(positions)
-    cuts = balanced_cuts(cost, 4)
+    cost = CostModel(row=100.0, key=1.0).rows(positions, NOTHING)
+    cuts = quantile_cuts(cost, 4)
     work = [cost[a:b].sum() for a, b in pairwise(cuts)]
     assert max(work) / np.mean(work) < 1.01
     assert cuts[1] > 1024 > cuts[4] - cuts[3]
+
+
+@pytest.mark.parametrize("num_slices", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("sequences", "bound"),
+    [([list(range(4096))], 1.1), ([[*range(512), *range(i, i + 160)] for i in range(600, 616)], 1.05)],
+    ids=["chain", "group"],
+)
+def test_cuts_balance_rows_attention_heads_and_transitions(
+    sequences: list[list[int]], bound: float, num_slices: int
+) -> None:
+    """Also where transitions cost half as much as everything else of a row."""
+    cost = CostModel(row=1000.0, key=2.0, head=300.0, through=500.0)
+    targets = [np.where(np.arange(len(s)) < 500, -100, 1) for s in sequences]
+    plan = plan_micro_batch(sequences, targets, num_slices=num_slices, conv_width=4, cost=cost)
+    assert plan.busiest_over_mean <= bound
+    assert sum(plan.work) >= cost.rows(np.concatenate([s.positions for s in plan.slices]), plan.edges.row_E).sum()
+
+
+def test_rows_on_a_through_path_are_those_between_an_entering_and_a_leaving_state() -> None:
+    """A chain with a branch in each slice: the branch's rows are crossed by no path."""
+    forest = cut_forest(
+        np.array([-1, 0, 0, 2, 2]), np.array([0, 4, 6, 10, 12]), np.array([4, 2, 4, 2, 4]), np.array([0, 3, 9, 16])
+    )
+    assert through_rows(forest).tolist() == [0, 0, 0, 1, 0, 0, 1, 1, 1, *[0] * 7]
 
 
 def test_more_slices_than_rows_leaves_some_empty() -> None:

@@ -1,6 +1,7 @@
 """Plans: pure functions of the data, the same on every rank."""
 
-from deltamesh.plan.cost import CostModel, balanced_cuts
+from deltamesh.plan.cost import CostModel
+from deltamesh.plan.cuts import balanced_cuts, quantile_cuts
 from deltamesh.plan.exchange import RowExchange, plan_row_exchanges
 from deltamesh.plan.links import Direction, FoldStep, ScanLinks, plan_links
 from deltamesh.plan.pieces import Pieces, chain_pieces
@@ -23,4 +24,5 @@ __all__ = [
     "plan_links",
     "plan_micro_batch",
     "plan_row_exchanges",
+    "quantile_cuts",
 ]

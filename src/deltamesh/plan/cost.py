@@ -18,30 +18,29 @@ class CostModel:
     """Work of one row of the stream.
 
     Attributes:
-        row: work that does not depend on the row's place (projections, MLP, delta rule, head).
+        row: work that does not depend on the row's place (projections, MLP, delta rule).
         key: work for each key that the row attends to (all attention layers together).
+        head: work of a row that has a target (one row of logits).
+        through: further work of a row on the path from a state that enters its slice to one that leaves it: its part of
+            the transitions M and of the second state pass.
 
     Example:
-        >>> CostModel(row=10.0, key=1.0).rows(np.array([0, 1, 2])).tolist()
-        [11.0, 12.0, 13.0]
+        >>> CostModel(row=10.0, key=1.0, head=5.0).rows(np.array([0, 1, 2]), np.array([2])).tolist()
+        [11.0, 12.0, 18.0]
     """
 
     row: float = 1.0
     key: float = 0.0
+    head: float = 0.0
+    through: float = 0.0
 
-    def rows(self, position_T: Ints) -> Floats:
-        """float64 [T]: the cost of rows at these positions of their paths."""
-        return (self.row + self.key * (position_T + 1.0)).astype(np.float64)
+    def rows(self, position_T: Ints, target_rows: Ints) -> Floats:
+        """float64 [T]: the cost of rows at these positions of their paths, wherever the cuts fall.
 
-
-def balanced_cuts(cost_T: Floats, num_slices: int) -> Ints:
-    """Cuts at the quantiles of the summed cost: int64 [num_slices + 1].
-
-    Example:
-        >>> balanced_cuts(np.array([1.0, 1.0, 1.0, 3.0]), 2).tolist()
-        [0, 3, 4]
-    """
-    total = np.cumsum(cost_T)
-    goals = (np.arange(1, num_slices) / num_slices) * (total[-1] if len(total) else 0.0)
-    inner = np.searchsorted(total - cost_T / 2, goals)  # a row goes to the side that holds its middle
-    return np.concatenate([[0], inner, [len(cost_T)]]).astype(np.int64)
+        Args:
+            position_T: int64 [T].
+            target_rows: int64, rows that have a target (repeats count once).
+        """
+        cost_T = (self.row + self.key * (position_T + 1.0)).astype(np.float64)
+        cost_T[np.unique(target_rows)] += self.head
+        return cost_T

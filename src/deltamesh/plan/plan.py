@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deltamesh.plan.ancestors import AncestorPlan, plan_ancestors
-from deltamesh.plan.cost import CostModel, balanced_cuts
+from deltamesh.plan.cost import CostModel
+from deltamesh.plan.cuts import balanced_cuts, slice_work, through_rows
 from deltamesh.plan.halos import HaloPlan, plan_halos
 from deltamesh.plan.links import ScanLinks, plan_links
 from deltamesh.plan.pieces import Ints, Pieces
@@ -69,6 +70,7 @@ class MicroBatchPlan:
         slices: one part per cp rank.
         edge_counts, hidden_counts: edges and wanted hidden rows of each slice (output routes).
         hidden_of: per sequence, index of each position into the wanted hidden rows of all slices; None if not wanted.
+        work: planned cost of each slice.
         digest: hex digest of all of it; equal digests mean equal plans.
     """
 
@@ -79,7 +81,13 @@ class MicroBatchPlan:
     edge_counts: tuple[int, ...]
     hidden_counts: tuple[int, ...]
     hidden_of: tuple[Ints | None, ...]
+    work: tuple[float, ...]
     digest: str
+
+    @property
+    def busiest_over_mean(self) -> float:
+        """Work of the busiest slice over the mean: 1 is perfect balance."""
+        return max(self.work) * len(self.work) / sum(self.work)
 
 
 def plan_micro_batch(
@@ -114,7 +122,8 @@ def plan_micro_batch(
     tree = build_prefix_tree(sequences)
     edges = build_edges(tree, targets)
     stream = build_stream(tree)
-    chosen = balanced_cuts(cost.rows(stream.position_T), num_slices) if cuts is None else cuts(tree, num_slices)
+    cost_T = cost.rows(stream.position_T, edges.row_E)
+    chosen = balanced_cuts(tree, cost_T, cost, num_slices) if cuts is None else cuts(tree, num_slices)
     if len(chosen) != num_slices + 1:
         raise ValueError(f"{len(chosen)} cuts were given for {num_slices} slices; give {num_slices + 1}")
     forest = cut_forest(tree.node_parent, tree.node_start, tree.node_length, chosen)
@@ -149,6 +158,7 @@ def plan_micro_batch(
         edge_counts=tuple(np.diff(edge_bounds).tolist()),
         hidden_counts=tuple(np.diff(hidden_bounds).tolist()),
         hidden_of=tuple(np.searchsorted(hidden_rows, rows.of(s)) if want else None for s, want in enumerate(wanted)),
+        work=tuple(slice_work(cost_T + cost.through * through_rows(forest), chosen).tolist()),
         digest=_digest(tree, edges, forest, hidden_rows, halos, ancestors),
     )
 

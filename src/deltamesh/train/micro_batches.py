@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltamesh.plan.cost import CostModel
-from deltamesh.tree import build_prefix_tree, build_stream
+from deltamesh.tree import build_edges, build_prefix_tree, build_stream
 from deltamesh.tree.prefix_tree import Ints, check_integers, check_tokens
 
 if TYPE_CHECKING:
@@ -158,8 +158,9 @@ def deal(items: list[list[CheckedInput]], *, dp: int, max_rows: int, cost: CostM
 
 
 def _item_cost(item: list[CheckedInput], cost: CostModel) -> float:
-    stream = build_stream(build_prefix_tree([x.tokens for x in item]))
-    return float(cost.rows(stream.position_T).sum())
+    tree = build_prefix_tree([x.tokens for x in item])
+    edges = build_edges(tree, [x.targets for x in item])
+    return float(cost.rows(build_stream(tree).position_T, edges.row_E).sum())
 
 
 def _pack(items: list[list[CheckedInput]], max_rows: int) -> list[list[CheckedInput]]:

@@ -92,6 +92,8 @@ def cost_model(config: Qwen3_5TextConfig) -> CostModel:
         3 * key_dim * value_dim + chunk * (2 * key_dim + value_dim + chunk / 3)
     )
     return CostModel(
-        row=config.num_hidden_layers * mlp + attention * softmax + linear * delta + hidden * config.vocab_size,
+        row=config.num_hidden_layers * mlp + attention * softmax + linear * delta,
         key=attention * 2 * q_heads * head,
+        head=hidden * config.vocab_size,
+        through=linear * config.linear_num_value_heads * key_dim * 2 * (value_dim + key_dim),
     )
