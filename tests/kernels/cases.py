@@ -189,7 +189,11 @@ def kernel_results(
         exports[position] += M[n] @ incoming[slot]
     finals = forward.finals()
     backward = FlaSliceBackward(
-        engine(), incoming=incoming, d_out=case.d_out.to(device), d_finals=case.d_finals.to(device)
+        engine(),
+        dict(zip(NAMES, inputs, strict=True)),
+        incoming=incoming,
+        d_out=case.d_out.to(device),
+        d_finals=case.d_finals.to(device),
     )
     d_incoming = backward.before_exchange().clone()
     d_given = backward.after_exchange(case.d_exports.to(device))

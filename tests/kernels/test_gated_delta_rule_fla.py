@@ -12,11 +12,13 @@ import torch
 
 from tests.kernels import cases
 from tests.kernels.cases import FOREST, RETAINING, assert_close, kernel_results, make_case, make_pieces, naive_results
+from tests.unit.gated_delta_rule_common import nan_in_fresh_memory
 
 FP32 = 2e-5
 BF16 = 8e-3
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("interpreted", "nan_in_fresh_memory")
+__all__ = ["nan_in_fresh_memory"]
 
 
 @pytest.mark.parametrize(("dim", "split"), [(16, "tree"), (32, "chains"), (64, "tree"), (128, "chains")])
@@ -53,6 +55,12 @@ def test_retaining_transition_survives_three_chunks() -> None:
 def test_many_one_token_children_of_a_slot_match() -> None:
     nodes = [(1, -1, 0) for _ in range(5)] + [(2, 1, -1), (1, 4, -1), (1, 4, -1)]
     case = make_case(make_pieces(nodes, exports=(0, 5)), K=16, V=16)
+    assert_close(kernel_results(case, split="tree"), naive_results(case), FP32)
+
+
+def test_children_without_exports_reach_an_exported_parent_in_both_passes() -> None:
+    """Before the exchange in registers, after it from memory: they are not run twice."""
+    case = make_case(make_pieces([(3, -1, 0), (5, 0, -1), (1, 0, -1)], exports=(0,)), K=16, V=16)
     assert_close(kernel_results(case, split="tree"), naive_results(case), FP32)
 
 

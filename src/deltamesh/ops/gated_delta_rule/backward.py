@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from deltamesh.ops.gated_delta_rule.engine import SliceEngine
-from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch, ExitGroup
+from deltamesh.ops.gated_delta_rule.gates import Gates
+from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch, ExitGroup, Member, Run
 
 
 @dataclass(kw_only=True, eq=False)
@@ -90,11 +91,11 @@ class SliceBackward:
         """
         partial = StateGradients()  # what comes back through chunks that are not finished yet
         with self.engine.precise():
-            for number, batch in self._reversed(entering=True):
-                if batch.exporting:
-                    self._pass_on(number, batch, partial)
+            for index, run in self._reversed(entering=True):
+                if run.whole.exporting:
+                    self._pass_on(index, run, partial)
                 else:
-                    self._backward(number, batch)
+                    self._backward(index, run)
         schedule = self.engine.schedule
         for slot in range(schedule.num_given, schedule.num_slots):
             from_partial = partial.pop(-1 - slot)
@@ -111,121 +112,167 @@ class SliceBackward:
         for state, gradient in zip(self.engine.schedule.exports, d_exports, strict=True):
             self.states.add(state, gradient.clone())
         with self.engine.precise():
-            for number, batch in self._reversed(entering=True, exporting=True):
-                self._backward(number, batch)
-            for number, batch in self._reversed(entering=False):
-                self._backward(number, batch)
+            for index, run in self._reversed(entering=True, exporting=True):
+                self._backward(index, run)
+            for index, run in self._reversed(entering=False):
+                self._backward(index, run)
         self.engine.gates.store_gradients(self.grads.g, self.grads.beta)
         return self._slot_gradients(0, self.engine.schedule.num_given)
 
-    # One batch of chunks
+    # One run of chunks
 
-    def _backward(self, number: int, batch: ChunkBatch) -> None:
-        e, N, C = self.engine, batch.count, batch.length
-        gates, B, new = e.gates[number], N * e.H, e.buffer
-        kv = (B, e.K, e.V)
-        cc = (B, C, C)
-        gamma = gates.gamma.reshape(-1, C, 1)
-        S = e.parent_states(batch, self.incoming) if batch.has_state else None
-        qk, inverse = e.load_qk(batch)
-        gram = e.gram(qk, batch)
+    def _backward(self, index: int, run: Run) -> None:
+        e, whole, N, C = self.engine, run.whole, run.whole.count, run.whole.length
+        gates, B, new = e.gates[index], N * e.H, e.buffer
+        qk, inverse = e.load_qk(whole)
+        gram = e.gram(qk, whole)
         D = gates.decays(new("D", N, e.H, C, C))
-        P = e.over_value_heads(D, gram[:, :, :C], new("P", *cc))
-        qk_H = e.per_value_head(qk, batch)
-        k = qk_H[:, C:]
-        solve, W = e.kept.solve[number], e.kept.writes[number]
-        d_out = e.load(batch, self.d_out).reshape(-1, C, e.V)
-
-        # What the rows write: used by the rows of the chunk that see them, and by the exits.
+        P = e.over_value_heads(D, gram[:, :, :C], new("P", B, C, C))
+        qk_H = e.per_value_head(qk, whole)
+        W, d_out = e.kept.writes[index], self._load_d_out(whole)
         dW = torch.bmm(P.mT, d_out, out=new("dW", B, C, e.V))
-        dK_exits: Tensor | None = None
+        Y = torch.bmm(d_out, W.mT, out=new("Y", B, C, C))
+        dV = new("dV", B, C, e.V)
+        dK_exits = new("dK_exits", B, C, e.K)
+        flows = dqk = None
+        if run.has_state:
+            flows, dqk = new("read", B, 2 * C, e.V), new("dqk", B, 2 * C, e.K)
+            torch.mul(d_out, gates.gamma.view(-1, C, 1), out=flows[:, :C])
+        for member in reversed(run.members):
+            self._backward_through_states(index, member, gates, D, qk_H, W, dW, dV, dK_exits, flows, dqk)
+        e.store(whole, self.grads.v, dV)
+
+        # Pairs of rows.
+        Z = torch.bmm(dV, W.mT, out=new("Z", B, C, C))
+        gates.dbeta.copy_(Z.diagonal(dim1=1, dim2=2).view(N, e.H, C)).div_(gates.beta.square())
+        D = D.view(B, C, C)
+        Y.mul_(D)
+        D.diagonal(dim1=1, dim2=2).zero_()
+        Z.mul_(D)
+        pair = e.over_value_heads(Y.view(N, e.H, C, C), gram[:, :, :C], new("P", B, C, C))
+        pair.sub_(e.over_value_heads(Z.view(N, e.H, C, C), gram[:, :, C:], new("A", B, C, C)))
+        pair.diagonal(dim1=1, dim2=2).zero_()
+        gates.dG.add_(pair.sum(2).sub_(pair.sum(1)).view(N, e.H, C))
+        Z = torch.add(Z, Z.mT, out=new("A", B, C, C))
+        Y, Z = e.over_key_heads(Y, whole), e.over_key_heads(Z, whole)
+        q, k = qk[:, :C], qk[:, C:]
+        dq = torch.bmm(Y, k, out=new("rows1", len(qk), C, e.K))
+        dk = torch.bmm(Y.mT, q, out=new("rows2", len(qk), C, e.K)).baddbmm_(Z, k, alpha=-1)
+        dk.add_(e.over_key_heads(dK_exits, whole))
+
+        # What was read from states.
+        if dqk is not None:
+            weight = torch.mul(dqk, qk_H, out=new("weights", B, 2 * C, e.K)).sum(-1)
+            gates.dG.add_(weight.view(N, e.H, 2, C).sum(2))
+            dqk = e.over_key_heads(dqk, whole)
+            dq.add_(dqk[:, :C])
+            dk.add_(dqk[:, C:])
+        self._store_qk(whole, self.grads.q, q, dq, None if inverse is None else inverse[:, :C], e.scale)
+        self._store_qk(whole, self.grads.k, k, dk, None if inverse is None else inverse[:, C:], 1.0)
+
+    def _backward_through_states(
+        self,
+        index: int,
+        member: Member,
+        gates: Gates,
+        D: Tensor,
+        qk: Tensor,
+        W: Tensor,
+        dW: Tensor,
+        dV: Tensor,
+        dK_exits: Tensor,
+        flows: Tensor | None,
+        dqk: Tensor | None,
+    ) -> None:
+        """The part of one batch of a run that needs its states or their gradients.
+
+        Finishes its part of dW, fills those of dV, dK_exits [B, C, K], flows [B, 2 C, V] (its lower half) and
+        dqk [B, 2 C, K], and hands the gradients of states on.
+        """
+        e, batch, part, C = self.engine, member.batch, member.heads(self.engine.H), D.shape[-1]
+        gates, D, qk, W, dW, dK_exits = (
+            gates.part(member.chunks),
+            D[member.chunks],
+            qk[part],
+            W[part],
+            dW[part],
+            dK_exits[part],
+        )
+        rows, chunks_heads = len(qk), (batch.count, e.H)
+        S = e.parent_states(batch, self.incoming) if batch.has_state else None
         dS: Tensor | None = None
+        first = True
         for group in batch.exits:
             d_state = self._exit_gradient(group, self.states, None)
             if d_state is None:
                 continue
             left = group.decay(D)
-            dW.addcmul_(left, torch.bmm(k, d_state, out=new("rows1", B, C, e.V)))
-            reached = torch.mul(W, left, out=new("rows1", B, C, e.V))
-            dK = torch.bmm(reached, d_state.mT, out=new("rows2", B, C, e.K))
+            dW.addcmul_(left, torch.bmm(qk[:, C:], d_state, out=e.buffer("rows1", rows, C, e.V)))
+            reached = torch.mul(W, left, out=e.buffer("rows1", rows, C, e.V))
+            dK = torch.bmm(reached, d_state.mT, out=dK_exits if first else e.buffer("rows2", rows, C, e.K))
             # D_e = exp(G_e - G_i): row e gains what the rows i lose; i = e has exponent zero.
-            weight = torch.mul(dK, k, out=new("rows1", B, C, e.K)).sum(-1).view(N, e.H, C)
+            weight = torch.mul(dK, qk[:, C:], out=e.buffer("rows1", rows, C, e.K)).sum(-1).view(*chunks_heads, C)
             group.clear(weight)
             gates.dG.sub_(weight)
             group.add(weight.sum(-1), gates.dG)
-            dK_exits = new("dK_exits", B, C, e.K).copy_(dK) if dK_exits is None else dK_exits.add_(dK)
+            if not first:
+                dK_exits.add_(dK)
+            first = False
             if S is not None:
                 d_state.mul_(group.decay(gates.gamma[..., None]))
-                group.add(torch.mul(d_state, S, out=new("states", *kv)).sum((1, 2)).view(N, e.H), gates.dG)
+                both = torch.mul(d_state, S, out=e.buffer("states", *S.shape))
+                group.add(both.sum((1, 2)).view(chunks_heads), gates.dG)
                 dS = d_state if dS is None else dS.add_(d_state)
-        dV = torch.bmm(solve.mT, dW, out=new("dV", B, C, e.V))
-        e.store(batch, self.grads.v, dV)
+        if first:
+            dK_exits.zero_()
+        dV_part = torch.bmm(e.kept.solve[index][part].mT, dW, out=dV[part])
+        if flows is None or dqk is None:
+            return
+        if S is None:
+            dqk[part] = 0
+            return
+        torch.mul(dV_part, -gates.gamma.reshape(-1, C, 1), out=flows[part, C:])
+        torch.bmm(flows[part], S.mT, out=dqk[part])
+        dS = torch.bmm(qk.mT, flows[part]) if dS is None else dS.baddbmm_(qk.mT, flows[part])
+        self._give_to_parents(batch, dS)
+        e.forget_again(batch)
 
-        # Pairs of rows.
-        Y = torch.bmm(d_out, W.mT, out=new("Y", *cc))
-        Z = torch.bmm(dV, W.mT, out=new("Z", *cc))
-        gates.dbeta.copy_(Z.diagonal(dim1=1, dim2=2).view(N, e.H, C)).div_(gates.beta.square())
-        D = D.view(cc)
-        Y.mul_(D)
-        D.diagonal(dim1=1, dim2=2).zero_()
-        Z.mul_(D)
-        pair = e.over_value_heads(Y.view(N, e.H, C, C), gram[:, :, :C], new("P", *cc))
-        pair.sub_(e.over_value_heads(Z.view(N, e.H, C, C), gram[:, :, C:], new("A", *cc)))
-        pair.diagonal(dim1=1, dim2=2).zero_()
-        gates.dG.add_(pair.sum(2).sub_(pair.sum(1)).view(N, e.H, C))
-        Z = torch.add(Z, Z.mT, out=new("A", *cc))
-        Y, Z = e.over_key_heads(Y, batch), e.over_key_heads(Z, batch)
-        q1, k1 = qk[:, :C], qk[:, C:]
-        dq = torch.bmm(Y, k1, out=new("rows1", len(qk), C, e.K))
-        dk = torch.bmm(Y.mT, q1, out=new("rows2", len(qk), C, e.K)).baddbmm_(Z, k1, alpha=-1)
-        if dK_exits is not None:
-            dk.add_(e.over_key_heads(dK_exits, batch))
-
-        # What was read from the state.
-        if S is not None:
-            flows = new("read", B, 2 * C, e.V)
-            torch.mul(d_out, gamma, out=flows[:, :C])
-            torch.mul(dV, -gamma, out=flows[:, C:])
-            dqk = torch.bmm(flows, S.mT, out=new("dqk", B, 2 * C, e.K))
-            weight = torch.mul(dqk, qk_H, out=new("states", B, 2 * C, e.K)).sum(-1)
-            gates.dG.add_(weight.view(N, e.H, 2, C).sum(2))
-            if dS is None:
-                dS = torch.bmm(qk_H.mT, flows)
-            else:
-                dS.baddbmm_(qk_H.mT, flows)
-            self._give_to_parents(batch, dS)
-            e.forget_again(batch)
-            dqk = e.over_key_heads(dqk, batch)
-            dq.add_(dqk[:, :C])
-            dk.add_(dqk[:, C:])
-        self._store_qk(batch, self.grads.q, q1, dq, None if inverse is None else inverse[:, :C], e.scale)
-        self._store_qk(batch, self.grads.k, k1, dk, None if inverse is None else inverse[:, C:], 1.0)
-
-    def _pass_on(self, number: int, batch: ChunkBatch, partial: StateGradients) -> None:
-        """Only the gradient of the state that the chunks start from."""
-        e, N, C = self.engine, batch.count, batch.length
-        gates, B, new = e.gates[number], N * e.H, e.buffer
-        gamma = gates.gamma.reshape(-1, C, 1)
-        qk, _ = e.load_qk(batch)
+    def _pass_on(self, index: int, run: Run, partial: StateGradients) -> None:
+        """Only the gradients of the states that the chunks start from."""
+        e, whole, N, C = self.engine, run.whole, run.whole.count, run.whole.length
+        gates, B, new = e.gates[index], N * e.H, e.buffer
+        qk, _ = e.load_qk(whole)
         D = gates.decays(new("D", N, e.H, C, C))
-        P = e.over_value_heads(D, e.gram(qk, batch)[:, :, :C], new("P", B, C, C))
-        qk = e.per_value_head(qk, batch)
-        d_out = e.load(batch, self.d_out).reshape(-1, C, e.V)
+        P = e.over_value_heads(D, e.gram(qk, whole)[:, :, :C], new("P", B, C, C))
+        qk = e.per_value_head(qk, whole)
+        d_out = self._load_d_out(whole)
         dW = torch.bmm(P.mT, d_out, out=new("dW", B, C, e.V))
-        dS = torch.zeros(B, e.K, e.V, dtype=e.dtype, device=e.device)
-        for group in batch.exits:
-            d_state = self._exit_gradient(group, self.states, partial)
-            if d_state is not None:
-                dW.addcmul_(group.decay(D), torch.bmm(qk[:, C:], d_state, out=new("rows1", B, C, e.V)))
-                dS.addcmul_(d_state, group.decay(gates.gamma[..., None]))
-        dV = torch.bmm(e.kept.solve[number].mT, dW, out=new("dV", B, C, e.V))
         flows = new("read", B, 2 * C, e.V)
+        gamma = gates.gamma.view(-1, C, 1)
         torch.mul(d_out, gamma, out=flows[:, :C])
-        torch.mul(dV, -gamma, out=flows[:, C:])
-        dS.baddbmm_(qk.mT, flows)
-        for n, gradient in enumerate(dS.view(N, *e.state_shape)):
-            # Slots and states share one table: slot s is number -1 - s.
-            partial.add(batch.parents[n] if batch.parents is not None else -1 - (batch.slots or ())[n], gradient)
+        for member in reversed(run.members):
+            batch, part = member.batch, member.heads(e.H)
+            k, rows = qk[part, C:], batch.count * e.H
+            dS = torch.zeros(rows, e.K, e.V, dtype=e.dtype, device=e.device)
+            for group in batch.exits:
+                d_state = self._exit_gradient(group, self.states, partial)
+                if d_state is not None:
+                    left = group.decay(D[member.chunks])
+                    dW[part].addcmul_(left, torch.bmm(k, d_state, out=new("rows1", rows, C, e.V)))
+                    dS.addcmul_(d_state, group.decay(gates.gamma[member.chunks, :, :, None]))
+            dV = torch.bmm(e.kept.solve[index][part].mT, dW[part], out=new("dV", rows, C, e.V))
+            torch.mul(dV, -gamma[part], out=flows[part, C:])
+            dS.baddbmm_(qk[part].mT, flows[part])
+            for n, gradient in enumerate(dS.view(-1, *e.state_shape)):
+                # Slots and states share one table: slot s is number -1 - s.
+                partial.add(batch.parents[n] if batch.parents is not None else -1 - (batch.slots or ())[n], gradient)
+
+    def _load_d_out(self, batch: ChunkBatch) -> Tensor:
+        """Rows of the gradient of o, [B, C, V]."""
+        e, rows = self.engine, self.engine.load(batch, self.d_out)
+        if batch.count == 1:
+            return rows.reshape(-1, batch.length, e.V)
+        return e.buffer("d_out", *rows.shape).copy_(rows).view(-1, batch.length, e.V)
 
     def _exit_gradient(self, group: ExitGroup, whole: StateGradients, partial: StateGradients | None) -> Tensor | None:
         """Gradients of the exit states [B, K, V], or None if all are zero; given up unless `partial` is there."""
@@ -263,7 +310,7 @@ class SliceBackward:
         with self.engine.rows_of(batch, out) as dx:
             torch.mul(dy.view(dx.shape), factor if isinstance(factor, float) else factor.view(*dx.shape[:3], 1), out=dx)
 
-    def _reversed(self, *, entering: bool, exporting: bool | None = None) -> Iterator[tuple[int, ChunkBatch]]:
+    def _reversed(self, *, entering: bool, exporting: bool | None = None) -> Iterator[tuple[int, Run]]:
         return reversed(list(self.engine.numbered(entering=entering, exporting=exporting)))
 
     def _slot_gradients(self, start: int, stop: int) -> Tensor:

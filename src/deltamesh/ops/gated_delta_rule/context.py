@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +13,9 @@ from deltamesh.ops.gated_delta_rule.scan_carrier import ScanCarrier
 from deltamesh.ops.gated_delta_rule.schedule import Schedule
 from deltamesh.plan.links import ScanLinks
 from deltamesh.plan.pieces import Pieces
+
+if TYPE_CHECKING:
+    from deltamesh.ops.gated_delta_rule.cuda.schedule import FlaSchedule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,6 +44,14 @@ class ScanContext:
     def finals(self) -> tuple[int, ...]:
         """Pieces whose last state is returned."""
         return self.schedule.final_pieces
+
+    @cached_property
+    def fla_schedule(self) -> "FlaSchedule":
+        """The slice as the CUDA kernels take it, made at first use and shared by all layers."""
+        from deltamesh.ops.gated_delta_rule.cuda.schedule import FlaSchedule  # loads Triton: only where it is used
+
+        s = self.schedule
+        return FlaSchedule(s.pieces, s.device, num_given=s.num_given, finals=s.final_pieces)
 
     @staticmethod
     def build(

@@ -26,17 +26,19 @@ from deltamesh.ops.gated_delta_rule.chunk_math import unit_lower_inverse
 from deltamesh.ops.gated_delta_rule.gates import Gates, GateTable
 from deltamesh.ops.gated_delta_rule.memory import Arena, StatePool, Workspace, fresh
 from deltamesh.ops.gated_delta_rule.naive import L2NORM_EPS
-from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch, ExitGroup, Schedule
+from deltamesh.ops.gated_delta_rule.schedule import CHUNK_ROWS, ChunkBatch, ExitGroup, Run, Schedule
 from deltamesh.ops.precision import full_precision_matmul
 
 # Rows x value heads of a batch. On a CPU the operands of one batch should stay in the cache.
 _CPU_BATCH = 64 * 16
 _GPU_BATCH = 64 * 4096
+# Chunks of a chain whose state-independent work is one batch: fewer, larger operations.
+_CHUNKS_PER_RUN = 1
 
 
 @dataclass(kw_only=True, eq=False)
 class Kept:
-    """What the forward keeps for the backward, per batch number or per exit state.
+    """What the forward keeps for the backward, per run or per exit state.
 
     Attributes:
         solve: T diag(beta) [B, C, C].
@@ -89,19 +91,21 @@ class SliceEngine:
         self.device = v.device
         self.dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
         per_batch = _CPU_BATCH if v.device.type == "cpu" else _GPU_BATCH
-        self.batches = schedule.batches(max(1, per_batch // self.H))
-        self.gates = GateTable(self.batches, g, beta, self.dtype, backward=backward)
+        max_rows = max(1, per_batch // self.H)
+        self.runs = schedule.runs(max_rows, _CHUNKS_PER_RUN * max(max_rows, CHUNK_ROWS))
+        self.gates = GateTable([run.whole for run in self.runs], g, beta, self.dtype, backward=backward)
         self.buffer = Workspace(self.dtype, self.device)
         # States that are not kept, and what makes them.
         self._producer = {
-            group.states[0]: (number, group)
-            for number, batch in enumerate(self.batches)
-            for group in batch.exits
-            if batch.count == 1 and group.states[0] in schedule.passing
+            group.states[0]: (index, member, group)
+            for index, run in enumerate(self.runs)
+            for member in run.members
+            for group in member.batch.exits
+            if member.batch.count == 1 and group.states[0] in schedule.passing
         }
         if keep and not backward:
-            padded = sum(b.count * b.length for b in self.batches) * self.H
-            squares = sum(b.count * b.length**2 for b in self.batches) * self.H
+            padded = sum(run.whole.count * run.whole.length for run in self.runs) * self.H
+            squares = sum(run.whole.count * run.whole.length**2 for run in self.runs) * self.H
             states = (schedule.num_states - len(self._producer)) * math.prod(self.state_shape)
             self._arena = Arena(padded * self.V + squares + states, self.dtype, self.device)
         self.pool = StatePool(self.state_shape, self.dtype, self.device)
@@ -116,21 +120,21 @@ class SliceEngine:
         `given` is [num_given, H, K, V].
         """
         with self.precise():
-            for number, batch in self.numbered(entering=False):
-                self._forward(number, batch, out, given)
+            for index, run in self.numbered(entering=False):
+                self._forward(index, run, out, given)
 
     def transitions(self) -> tuple[Tensor, Tensor]:
         """E [n_through, H, K, V] and M [n_through, H, K, K] of the exports whose path enters at a carried slot."""
         wanted = {self.schedule.exports[t] for t in self.schedule.through}
         uses: dict[int, int] = {}
-        for _, batch in self.numbered(entering=True, exporting=True):
-            for p in batch.parents or ():
+        for _, run in self.numbered(entering=True, exporting=True):
+            for p in run.parents:
                 uses[p] = uses.get(p, 0) + 1
         wide: dict[int, Tensor] = {}  # [H, K, V + K]: E beside M
         with self.precise():
-            for number, batch in self.numbered(entering=True, exporting=True):
-                self._through(number, batch, wide)
-                for p in batch.parents or ():
+            for index, run in self.numbered(entering=True, exporting=True):
+                self._through(index, run, wide)
+                for p in run.parents:
                     uses[p] -= 1
                     if not uses[p] and p not in wanted:
                         del wide[p]
@@ -147,47 +151,64 @@ class SliceEngine:
     def run_entering(self, out: Tensor, incoming: Tensor) -> None:
         """The rest, with the states of all slots [num_slots, H, K, V]."""
         with self.precise():
-            for number, batch in self.numbered(entering=True):
-                self._forward(number, batch, out, incoming)
+            for index, run in self.numbered(entering=True):
+                self._forward(index, run, out, incoming)
 
     def finals(self) -> Tensor:
         """[n_finals, H, K, V]."""
         return self._stack([self.kept.states[s] for s in self.schedule.finals], *self.state_shape)
 
-    # One batch of chunks
+    # One run of chunks
 
-    def _forward(self, number: int, batch: ChunkBatch, out: Tensor, slots: Tensor) -> None:
-        gates, C = self.gates[number], batch.length
-        B = batch.count * self.H
-        qk, _ = self.load_qk(batch)
-        gram = self.gram(qk, batch)
-        D = gates.decays(self.buffer("D", batch.count, self.H, C, C))
-        solve = self.kept.solve.get(number)
+    def _forward(self, index: int, run: Run, out: Tensor, slots: Tensor) -> None:
+        whole, C, H = run.whole, run.whole.length, self.H
+        gates, B = self.gates[index], run.whole.count * self.H
+        qk, _ = self.load_qk(whole)
+        gram = self.gram(qk, whole)
+        D = gates.decays(self.buffer("D", whole.count, H, C, C))
+        solve = self.kept.solve.get(index)
         if solve is None:
-            solve = self._solve(number, gates, D, gram[:, :, C:])
-        v = self.load(batch, self.v).reshape(-1, C, self.V)
+            solve = self._solve(index, gates, D, gram[:, :, C:])
         P = self.over_value_heads(D, gram[:, :, :C], self.buffer("P", B, C, C))
+        v = self.load(whole, self.v)
+        qk = self.per_value_head(qk, whole)
+        gamma = gates.gamma.reshape(-1, C, 1)
         W = self._arena.take(B, C, self.V) if self.keep else self.buffer("W", B, C, self.V)
-        qk = self.per_value_head(qk, batch)
-        if batch.has_state:
-            S = self.parent_states(batch, slots)
-            gamma = gates.gamma.reshape(-1, C, 1)
-            read = torch.bmm(qk, S, out=self.buffer("read", B, 2 * C, self.V))
-            changed = torch.addcmul(v, gamma, read[:, C:], value=-1, out=self.buffer("changed", B, C, self.V))
-            torch.bmm(solve, changed, out=W)
-            inside = torch.bmm(P, W, out=changed)
-            with self.rows_of(batch, out) as o:
-                torch.addcmul(inside, gamma, read[:, :C], out=o.view(-1, C, self.V))
-        else:
+        read = self.buffer("read", B, 2 * C, self.V) if run.has_state else None
+        for member in run.members:
+            batch, part = member.batch, member.heads(H)
+            v_part = v[member.chunks].reshape(-1, C, self.V)
             S = None
-            torch.bmm(solve, v, out=W)
-            self.store(batch, out, torch.bmm(P, W, out=self.buffer("changed", B, C, self.V)))
-        for group in batch.exits:
-            new = self._place(batch, group)
-            self.exit_state(group, group.decay(D), gates, qk[:, C:], W, S, new.view(B, self.K, self.V))
-            self.kept.states.update(zip(group.states, new, strict=True))
+            if batch.has_state:
+                assert read is not None
+                S = self.parent_states(batch, slots)
+                torch.bmm(qk[part], S, out=read[part])
+                changed = self.buffer("changed", *v_part.shape)
+                torch.addcmul(v_part, gamma[part], read[part, C:], value=-1, out=changed)
+                torch.bmm(solve[part], changed, out=W[part])
+            else:
+                torch.bmm(solve[part], v_part, out=W[part])
+                if read is not None:
+                    read[part] = 0
+            for group in batch.exits:
+                new = self._place(batch, group)
+                left = group.decay(D[member.chunks])
+                to = gates.part(member.chunks)
+                self.exit_state(group, left, to, qk[part, C:], W[part], S, new.view(-1, self.K, self.V))
+                self.kept.states.update(zip(group.states, new, strict=True))
+            self._forget_parents(batch)
+        inside = torch.bmm(P, W, out=self.buffer("inside", B, C, self.V)).view(-1, H, C, self.V)
+        if read is None:
+            self.store(whole, out, inside)
+        else:
+            outside = read.view(-1, H, 2 * C, self.V)[:, :, :C]
+            with self.rows_of(whole, out) as o:
+                torch.addcmul(inside, gates.gamma[..., None], outside, out=o)
         if self.keep:
-            self.kept.writes[number] = W
+            self.kept.writes[index] = W
+
+    def _forget_parents(self, batch: ChunkBatch) -> None:
+        """Reuses the memory of states that no chunk of the forward needs any more and the backward can do without."""
         for p in batch.parents or ():
             self._uses[p] -= 1
             if not self._uses[p] and p not in self._asked and (not self.keep or p in self._producer):
@@ -202,30 +223,33 @@ class SliceEngine:
             return self._arena.take(batch.count, *self.state_shape)
         return torch.empty(batch.count, *self.state_shape, dtype=self.dtype, device=self.device)
 
-    def _through(self, number: int, batch: ChunkBatch, wide: dict[int, Tensor]) -> None:
-        gates, C = self.gates[number], batch.length
-        k = self.load_k(batch)
-        gram = torch.bmm(k, k.mT, out=self.buffer("gram", len(k), C, C)).view(batch.count, self.Hk, C, C)
-        D = gates.decays(self.buffer("D", batch.count, self.H, C, C))
-        solve = self._solve(number, gates, D, gram)
-        k = self.per_value_head(k, batch)
-        both = self.V + self.K
-        changed = self.buffer("changed", len(k), C, both)
-        changed[..., : self.V] = self.load(batch, self.v).reshape(-1, C, self.V)
+    def _through(self, index: int, run: Run, wide: dict[int, Tensor]) -> None:
+        whole, C, H = run.whole, run.whole.length, self.H
+        gates, B, both = self.gates[index], run.whole.count * self.H, self.V + self.K
+        k = self.load_k(whole)
+        gram = torch.bmm(k, k.mT, out=self.buffer("gram", len(k), C, C)).view(-1, self.Hk, C, C)
+        D = gates.decays(self.buffer("D", whole.count, H, C, C))
+        solve = self._solve(index, gates, D, gram)
+        k = self.per_value_head(k, whole)
+        changed = self.buffer("inside", B, C, both)
+        changed.view(-1, H, C, both)[..., : self.V] = self.load(whole, self.v)
         changed[..., self.V :] = 0
-        if batch.parents is None:  # at its slot: E = 0, M = I
-            S = self.buffer("unit", len(k), self.K, both).zero_()
-            S[..., self.V :].diagonal(dim1=-2, dim2=-1).fill_(1)
-        else:
-            S = torch.stack([wide[p] for p in batch.parents]).view(-1, self.K, both)
-        read = torch.bmm(k, S, out=self.buffer("read", len(k), C, both))
-        changed.addcmul_(gates.gamma.reshape(-1, C, 1), read, value=-1)
-        W = torch.bmm(solve, changed, out=read)
-        for group in batch.exits:
-            if group.exporting:
-                new = torch.empty(S.shape, dtype=self.dtype, device=self.device)
-                self.exit_state(group, group.decay(D), gates, k, W, S, new)
-                wide.update(zip(group.states, new.view(batch.count, self.H, self.K, both), strict=True))
+        gamma = gates.gamma.reshape(-1, C, 1)
+        for member in run.members:
+            batch, part = member.batch, member.heads(H)
+            if batch.parents is None:  # at its slot: E = 0, M = I
+                S = self.buffer("unit", batch.count * H, self.K, both).zero_()
+                S[..., self.V :].diagonal(dim1=-2, dim2=-1).fill_(1)
+            else:
+                S = _join([wide[p] for p in batch.parents])
+            read = torch.bmm(k[part], S, out=self.buffer("read", batch.count * H, C, both))
+            W = torch.bmm(solve[part], changed[part].addcmul_(gamma[part], read, value=-1), out=read)
+            for group in batch.exits:
+                if group.exporting:
+                    new = torch.empty(S.shape, dtype=self.dtype, device=self.device)
+                    left = group.decay(D[member.chunks])
+                    self.exit_state(group, left, gates.part(member.chunks), k[part], W, S, new)
+                    wide.update(zip(group.states, new.view(-1, H, self.K, both), strict=True))
 
     def exit_state(
         self,
@@ -247,12 +271,13 @@ class SliceEngine:
     def state_again(self, state: int, slots: Tensor) -> Tensor:
         """A state of the forward [H, K, V], computed again from the one before it if it was not kept."""
         if state not in self.kept.states:
-            number, group = self._producer[state]
-            batch, gates = self.batches[number], self.gates[number]
+            index, member, group = self._producer[state]
+            batch, gates = member.batch, self.gates[index].part(member.chunks)
             S = self.parent_states(batch, slots) if batch.has_state else None
-            k = self.per_value_head(self.load_k(batch), batch)
+            k = self.per_value_head(self.load_k(batch, "k again"), batch, "many again")
+            W = self.kept.writes[index][member.heads(self.H)]
             out = self.pool.take()
-            self.exit_state(group, gates.decay_to(group), gates, k, self.kept.writes[number], S, out)
+            self.exit_state(group, gates.decay_to(group), gates, k, W, S, out)
             self.kept.states[state] = out
         return self.kept.states[state]
 
@@ -262,15 +287,15 @@ class SliceEngine:
             if p in self._producer:
                 self.pool.give(self.kept.states.pop(p))
 
-    def _solve(self, number: int, gates: Gates, D: Tensor, kk: Tensor) -> Tensor:
+    def _solve(self, index: int, gates: Gates, D: Tensor, kk: Tensor) -> Tensor:
         """T diag(beta) [B, C, C] from K K^T [N, Hk, C, C]."""
         N, H, C = gates.beta.shape
         A = self.over_value_heads(D, kk, self.buffer("A", N * H, C, C))
         A.mul_(gates.beta.view(-1, C, 1))
         solve = unit_lower_inverse(A, self._arena.take(N * H, C, C) if self.keep else None)
         solve.mul_(gates.beta.view(-1, 1, C))
-        if self.keep or self.batches[number].entering:
-            self.kept.solve[number] = solve
+        if self.keep or self.runs[index].whole.entering:
+            self.kept.solve[index] = solve
         return solve
 
     # Shared with the backward
@@ -288,12 +313,12 @@ class SliceEngine:
         torch.mul(D.view(shape), gram[:, :, None], out=out.view(shape))
         return out
 
-    def per_value_head(self, x: Tensor, batch: ChunkBatch) -> Tensor:
+    def per_value_head(self, x: Tensor, batch: ChunkBatch, buffer: str = "many") -> Tensor:
         """[N Hk, R, K] -> [N H, R, K]; where value heads share key heads, a copy that stays in the cache."""
         if self.J == 1:
             return x
         R, K = x.shape[1:]
-        many = self.buffer("many", batch.count, self.Hk, self.J, R, K)
+        many = self.buffer(buffer, batch.count, self.Hk, self.J, R, K)
         return many.copy_(x.view(batch.count, self.Hk, 1, R, K)).view(-1, R, K)
 
     def over_key_heads(self, x: Tensor, batch: ChunkBatch) -> Tensor:
@@ -306,14 +331,14 @@ class SliceEngine:
     def load(self, batch: ChunkBatch, x: Tensor) -> Tensor:
         """Rows of x [T, h, d] as [N, h, C, d] in the dtype of the computation; a view if possible."""
         if batch.first_row >= 0:
-            rows = x[None, batch.first_row : batch.first_row + batch.length]
+            rows = x[batch.first_row : batch.first_row + batch.count * batch.length]
         else:
-            rows = x.index_select(0, batch.rows).view(batch.count, batch.length, *x.shape[1:])
-        return rows.to(self.dtype).transpose(1, 2)
+            rows = x.index_select(0, batch.rows)
+        return rows.unflatten(0, (batch.count, batch.length)).to(self.dtype).transpose(1, 2)
 
-    def load_k(self, batch: ChunkBatch) -> Tensor:
+    def load_k(self, batch: ChunkBatch, buffer: str = "qk") -> Tensor:
         """k [N Hk, C, K], normalised if asked for."""
-        k = self.buffer("qk", batch.count, self.Hk, batch.length, self.K)
+        k = self.buffer(buffer, batch.count, self.Hk, batch.length, self.K)
         self._normalise_into(k, batch, self.k, 1.0)
         return k.view(-1, batch.length, self.K)
 
@@ -344,14 +369,14 @@ class SliceEngine:
             found = [slots[s] for s in batch.slots]
         else:
             found = [self.state_again(p, slots) for p in batch.parents or ()]
-        S = found[0] if len(found) == 1 else torch.stack(found)
-        return S.reshape(-1, self.K, self.V)
+        return _join(found)
 
     @contextmanager
     def rows_of(self, batch: ChunkBatch, out: Tensor) -> Iterator[Tensor]:
         """A place [N, h, C, d] to write the batch's rows of `out` [T, h, d] to; straight into it if possible."""
         if batch.first_row >= 0:
-            yield out[None, batch.first_row : batch.first_row + batch.length].transpose(1, 2)
+            rows = out[batch.first_row : batch.first_row + batch.count * batch.length]
+            yield rows.unflatten(0, (batch.count, batch.length)).transpose(1, 2)
             return
         h, d = out.shape[1:]
         place = self.buffer("rows", batch.count, h, batch.length, d)
@@ -362,7 +387,8 @@ class SliceEngine:
         """Writes x [N, h, C, d] to the rows of `out` [T, h, d]."""
         rows = x.view(batch.count, -1, *x.shape[-2:]).transpose(1, 2)
         if batch.first_row >= 0:
-            out[batch.first_row : batch.first_row + batch.length] = rows[0]
+            place = out[batch.first_row : batch.first_row + batch.count * batch.length]
+            place.unflatten(0, (batch.count, batch.length)).copy_(rows)
             return
         rows = rows.reshape(-1, *rows.shape[2:]).to(out.dtype)
         if batch.valid is None:
@@ -370,11 +396,11 @@ class SliceEngine:
         else:
             out.index_copy_(0, batch.rows[batch.valid], rows[batch.valid])
 
-    def numbered(self, *, entering: bool, exporting: bool | None = None) -> Iterator[tuple[int, ChunkBatch]]:
-        """Batches of a kind with their numbers, parents first."""
-        for number, batch in enumerate(self.batches):
-            if batch.entering == entering and (exporting is None or batch.exporting == exporting):
-                yield number, batch
+    def numbered(self, *, entering: bool, exporting: bool | None = None) -> Iterator[tuple[int, Run]]:
+        """Runs of a kind with their numbers, parents first."""
+        for index, run in enumerate(self.runs):
+            if run.whole.entering == entering and (exporting is None or run.whole.exporting == exporting):
+                yield index, run
 
     def fresh(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
         """Memory for a result."""
@@ -391,3 +417,8 @@ class SliceEngine:
         else:
             with full_precision_matmul():
                 yield
+
+
+def _join(states: list[Tensor]) -> Tensor:
+    """[H, K, V] each -> [N H, K, V]."""
+    return states[0] if len(states) == 1 else torch.cat(states)

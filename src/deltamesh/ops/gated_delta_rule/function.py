@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltamesh.ops.gated_delta_rule.backward import SliceBackward
 from deltamesh.ops.gated_delta_rule.context import ScanContext
-from deltamesh.ops.gated_delta_rule.engine import Kept, SliceEngine
+from deltamesh.ops.gated_delta_rule.phases import Phases
 
 
 class GatedDeltaRuleFunction(torch.autograd.Function):
@@ -31,10 +30,12 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         scale: float,
         use_qk_l2norm: bool,
         keep: bool,
+        backend: str,
     ) -> tuple[Tensor, Tensor]:
-        kept = Kept()
-        engine = SliceEngine(
-            context.schedule, q, k, v, g, beta, scale=scale, use_qk_l2norm=use_qk_l2norm, kept=kept, keep=keep
+        phases = Phases.of(backend, context)
+        kept = phases.kept()
+        engine = phases.engine(
+            phases.schedule, q, k, v, g, beta, scale=scale, use_qk_l2norm=use_qk_l2norm, kept=kept, keep=keep
         )
         if initial_state is None:
             given = torch.empty(0, *engine.state_shape, dtype=engine.dtype, device=v.device)
@@ -56,6 +57,7 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         if keep:
             ctx.save_for_backward(q, k, v, g, beta, incoming, transitions)
             ctx.kept, ctx.context, ctx.scale, ctx.use_qk_l2norm = kept, context, scale, use_qk_l2norm
+            ctx.phases = phases
             ctx.given_dtype = None if initial_state is None else initial_state.dtype
         return out, finals
 
@@ -65,18 +67,19 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         q, k, v, g, beta, incoming, transitions = ctx.saved_tensors
         context: ScanContext = ctx.context
         inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-        engine = SliceEngine(
-            context.schedule,
+        phases: Phases = ctx.phases
+        engine = phases.engine(
+            phases.schedule,
             **inputs,
             scale=ctx.scale,
             use_qk_l2norm=ctx.use_qk_l2norm,
             kept=ctx.kept,
             backward=True,
         )
-        backward = SliceBackward(engine, inputs, incoming=incoming, d_out=d_out, d_finals=d_finals)
+        backward = phases.backward(engine, inputs, incoming=incoming, d_out=d_out, d_finals=d_finals)
         d_carried = backward.before_exchange()
         d_exports = context.carrier.outgoing_gradient(d_carried, transitions)
         d_given = backward.after_exchange(d_exports)
         grads = backward.grads
         d_initial = None if ctx.given_dtype is None else d_given.to(ctx.given_dtype)
-        return grads.q, grads.k, grads.v, grads.g, grads.beta, d_initial, None, None, None, None
+        return grads.q, grads.k, grads.v, grads.g, grads.beta, d_initial, None, None, None, None, None

@@ -35,6 +35,19 @@ class Gates:
     dbeta: Tensor
     seen: Tensor
 
+    def part(self, chunks: slice) -> "Gates":
+        """Of some of the chunks; gradients are written through to the whole."""
+        if chunks.stop - chunks.start == len(self.G):
+            return self
+        return Gates(
+            G=self.G[chunks],
+            gamma=self.gamma[chunks],
+            beta=self.beta[chunks],
+            dG=self.dG[chunks],
+            dbeta=self.dbeta[chunks],
+            seen=self.seen if len(self.seen) == 1 else self.seen[chunks],
+        )
+
     def decays(self, out: Tensor) -> Tensor:
         """D [N, H, C, C] = exp(G_i - G_j), zero where i does not see j.
 
@@ -47,7 +60,7 @@ class Gates:
 
     def decay_to(self, group: ExitGroup) -> Tensor:
         """The rows of D that belong to an exit, [N H, C, 1]."""
-        seen = group.row(self.seen[:, None]) if len(self.seen) == len(self.G) else self.seen[:, None, group.at]
+        seen = group.row(self.seen[:, None])
         to_exit = (group.row(self.G[..., None]) - self.G).mul_(seen).exp_().mul_(seen)
         return to_exit.view(-1, self.G.shape[-1], 1)
 
@@ -125,11 +138,4 @@ class GateTable:
         for number, b in members:
             part = slice(start, start + b.count)
             start += b.count
-            self._of[number] = Gates(
-                G=gates.G[part],
-                gamma=gates.gamma[part],
-                beta=gates.beta[part],
-                dG=gates.dG[part],
-                dbeta=gates.dbeta[part],
-                seen=gates.seen if shared else gates.seen[part],
-            )
+            self._of[number] = gates.part(part)

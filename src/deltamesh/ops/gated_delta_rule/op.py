@@ -14,7 +14,7 @@ from deltamesh.ops.gated_delta_rule.validate import check_inputs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BACKENDS = ("torch", "naive")
+BACKENDS = ("torch", "fla", "naive")
 
 
 def gated_delta_rule(
@@ -56,13 +56,15 @@ def gated_delta_rule(
             empty: the final state of an empty one is the state it starts from.
         parents: [N], the segment that each segment continues, -1 at roots; a parent stands before its children.
         context: the slice of a stream this call runs on; then B = 1 and neither cu_seqlens nor parents are given.
-        backend: "torch", or "naive" for the token by token reference.
+        backend: "torch" (any device), "fla" (CUDA: flash-linear-attention's chunk kernels and our pass over the states;
+            products of rows in v's dtype with fp32 sums, states in fp32), or "naive" for the token by token reference.
 
     Returns:
         o [B, T, H, V], and the final states [N, H, K, V] or None.
 
     Raises:
-        ValueError: shapes, dtypes or indices that do not fit each other.
+        ValueError: shapes, dtypes or indices that do not fit each other or the backend.
+        ImportError: flash-linear-attention is missing or of another version (backend "fla").
 
     Example:
         >>> q, k, v = (torch.randn(1, 7, 2, 8) for _ in range(3))
@@ -93,7 +95,7 @@ def gated_delta_rule(
     else:
         inputs = [*rows, given]
         keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        o, finals = GatedDeltaRuleFunction.apply(*inputs, context, scale, use_qk_l2norm, keep)
+        o, finals = GatedDeltaRuleFunction.apply(*inputs, context, scale, use_qk_l2norm, keep, backend)
     o = o.view(v.shape)
     if not output_final_state:
         return o, None

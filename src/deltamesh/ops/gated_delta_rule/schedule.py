@@ -8,7 +8,7 @@ Letters: N chunks of a batch, C rows of the longest of them.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +101,7 @@ class ChunkBatch:
 
     Attributes:
         count, length: N and C.
-        first_row: the first row if the batch is one unbroken run of rows (then `rows` is not needed), else -1.
+        first_row: the first row if the chunks are one unbroken run of rows (then `rows` is not needed), else -1.
         rows: int64 [N * C], row numbers, chunk by chunk, padded with rows of the same chunk.
         valid: int64 [M], the places in `rows` that are not padding, or None if none is.
         ancestors: bool [1 or N, C, C], [i, j] true if row i sees row j (itself included); all false at padding.
@@ -126,6 +126,41 @@ class ChunkBatch:
     def has_state(self) -> bool:
         """Whether the chunks start from a state."""
         return self.slots is not None or self.parents is not None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Member:
+    """A batch and the place of its chunks among those of its run."""
+
+    batch: ChunkBatch
+    chunks: slice
+
+    def heads(self, num_heads: int) -> slice:
+        """Its place where chunks and heads are one dim."""
+        return slice(self.chunks.start * num_heads, self.chunks.stop * num_heads)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """Batches whose state-independent work is done together.
+
+    Attributes:
+        members: the batches, parents first.
+        whole: all their chunks as one batch; only what does not concern states is meaningful.
+    """
+
+    members: tuple[Member, ...]
+    whole: ChunkBatch
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any chunk starts from a state."""
+        return any(m.batch.has_state for m in self.members)
+
+    @property
+    def parents(self) -> list[int]:
+        """Exit states that the chunks start from, one for each chunk that does."""
+        return [p for m in self.members for p in m.batch.parents or ()]
 
 
 class Schedule:
@@ -175,6 +210,7 @@ class Schedule:
         self.passing = self._every_other_passing_state()
         self._leads_to_export = _states_above_exports(self.groups, self.exports)
         self._batches: dict[int, tuple[ChunkBatch, ...]] = {}
+        self._runs: dict[tuple[int, int], tuple[Run, ...]] = {}
         self._chain_masks: dict[int, Tensor] = {}
 
     def batches(self, max_rows: int) -> tuple[ChunkBatch, ...]:
@@ -186,6 +222,23 @@ class Schedule:
                 parts.extend(self._batch(group[i : i + size]) for i in range(0, len(group), size))
             self._batches[max_rows] = tuple(parts)
         return self._batches[max_rows]
+
+    def runs(self, max_rows: int, run_rows: int) -> tuple[Run, ...]:
+        """All `batches(max_rows)` in order; neighbours are joined up to `run_rows` rows.
+
+        Joined are the chunks of a chain: their states depend on each other, but most of the work does not.
+        """
+        if (max_rows, run_rows) not in self._runs:
+            batches = self.batches(max_rows)
+            runs: list[Run] = []
+            start = 0
+            for stop in range(1, len(batches) + 1):
+                if stop < len(batches) and _continues(batches[start:stop], batches[stop], run_rows):
+                    continue
+                runs.append(_join(batches[start:stop]))
+                start = stop
+            self._runs[max_rows, run_rows] = tuple(runs)
+        return self._runs[max_rows, run_rows]
 
     def _every_other_passing_state(self) -> frozenset[int]:
         asked = {*self.exports, *self.finals}
@@ -237,6 +290,31 @@ class Schedule:
             entering=chunks[0].entering,
             exporting=chunks[0].exporting,
         )
+
+
+def _continues(run: Sequence[ChunkBatch], batch: ChunkBatch, run_rows: int) -> bool:
+    """Whether the rows of `batch` follow those of the run and its chunks are of the same kind."""
+    last = run[-1]
+    return (
+        last.first_row >= 0
+        and batch.first_row == last.first_row + last.length
+        and batch.length == last.length
+        and batch.ancestors is last.ancestors
+        and (batch.entering, batch.exporting) == (last.entering, last.exporting)
+        and (len(run) + 1) * batch.length <= run_rows
+    )
+
+
+def _join(batches: Sequence[ChunkBatch]) -> Run:
+    members, at = [], 0
+    for batch in batches:
+        members.append(Member(batch=batch, chunks=slice(at, at + batch.count)))
+        at += batch.count
+    whole = batches[0]
+    if len(batches) > 1:
+        rows = torch.cat([b.rows for b in batches])
+        whole = replace(whole, count=at, rows=rows, slots=None, parents=None, exits=())
+    return Run(members=tuple(members), whole=whole)
 
 
 class _Builder:

@@ -1,1 +1,1 @@
-"""The CUDA path of the gated delta rule. Importing this package loads nothing; `engine` loads Triton and the kernels."""
+"""The CUDA path of the gated delta rule. Importing it loads nothing; its `engine` loads Triton and the kernels."""

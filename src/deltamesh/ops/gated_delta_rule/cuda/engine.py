@@ -6,6 +6,7 @@ the states is one kernel launch for all own pieces and for E and M of through pa
 Letters: T rows of the slice, N chunks, H value heads, Hk key heads, K key dim, V value dim.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,7 @@ class FlaSliceEngine:
         use_qk_l2norm: normalise q and k.
         kept: filled by the forward, read by the backward.
         keep: whether a backward will come.
+        backward: whether this is the engine of a backward; nothing depends on it here.
 
     Raises:
         ValueError: fp64 rows, or a device on which the kernels cannot run.
@@ -60,6 +62,7 @@ class FlaSliceEngine:
         use_qk_l2norm: bool,
         kept: FlaKept,
         keep: bool = True,
+        backward: bool = False,
     ) -> None:
         check_device(v.device)
         if v.dtype == torch.float64:
@@ -80,6 +83,10 @@ class FlaSliceEngine:
     def state_shape(self) -> tuple[int, int, int]:
         """H, K and V."""
         return self.H, self.K, self.V
+
+    def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a result that the caller keeps."""
+        return self.v.new_empty(shape, dtype=dtype)
 
     # Phases
 
@@ -184,12 +191,15 @@ class FlaSliceBackward:
 
     Args:
         engine: see above.
+        inputs: q, k, v, g, beta by name.
         incoming: [num_slots, H, K, V], the states of all slots in the forward.
         d_out: [T, H, V].
         d_finals: [n_finals, H, K, V].
     """
 
-    def __init__(self, engine: FlaSliceEngine, *, incoming: Tensor, d_out: Tensor, d_finals: Tensor) -> None:
+    def __init__(
+        self, engine: FlaSliceEngine, inputs: dict[str, Tensor], *, incoming: Tensor, d_out: Tensor, d_finals: Tensor
+    ) -> None:
         self.engine, self.incoming = engine, incoming
         s, tables = engine.schedule, engine.tables
         self._gradients = torch.empty(
@@ -198,9 +208,7 @@ class FlaSliceBackward:
         num_exports = len(tables.export_pieces)
         self._gradients[:num_exports] = 0
         self._gradients[num_exports : num_exports + len(tables.final_pieces)] = d_finals
-        self.grads = FlaGradients(
-            **{name: torch.empty_like(getattr(engine, name)) for name in ("q", "k", "v", "g", "beta")}
-        )
+        self.grads = FlaGradients(**{name: engine.fresh(x.shape, x.dtype) for name, x in inputs.items()})
         if s.num_rows == 0:
             return
         assert engine.kept.factors is not None, "the forward has run with keep=True"

@@ -1,0 +1,36 @@
+"""Which engine runs a slice. Every backend has the same phases, so one autograd function and any carrier drive all."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from deltamesh.ops.gated_delta_rule.backward import SliceBackward
+from deltamesh.ops.gated_delta_rule.context import ScanContext
+from deltamesh.ops.gated_delta_rule.engine import Kept, SliceEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """The classes of a backend, which take the same arguments as `Kept`, `SliceEngine` and `SliceBackward`.
+
+    Attributes:
+        schedule: of the slice, as the backend's engine takes it.
+    """
+
+    schedule: Any
+    kept: type[Any]
+    engine: type[Any]
+    backward: type[Any]
+
+    @staticmethod
+    def of(backend: str, context: ScanContext) -> "Phases":
+        """Those of "torch" or "fla".
+
+        Raises:
+            ImportError: flash-linear-attention is missing or of another version.
+        """
+        if backend == "fla":
+            # imported here: it loads Triton and the library, which the other backends do without
+            from deltamesh.ops.gated_delta_rule.cuda.engine import FlaKept, FlaSliceBackward, FlaSliceEngine
+
+            return Phases(schedule=context.fla_schedule, kept=FlaKept, engine=FlaSliceEngine, backward=FlaSliceBackward)
+        return Phases(schedule=context.schedule, kept=Kept, engine=SliceEngine, backward=SliceBackward)
