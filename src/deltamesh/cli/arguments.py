@@ -54,7 +54,9 @@ def add_topology_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for axis, what in (("dp", "data"), ("cp", "context"), ("tp", "tensor")):
         variable = f"DELTAMESH_{what.upper()}_PARALLEL_SIZE"
-        group.add_argument(f"--{axis}", type=int, metavar="N", help=f"{what} parallel size (default: ${variable}, or 1)")
+        group.add_argument(
+            f"--{axis}", type=int, metavar="N", help=f"{what} parallel size (default: ${variable}, or 1)"
+        )
     group.add_argument(
         "--sp", action=argparse.BooleanOptionalAction, help="sequence parallelism over tp (default: on when tp > 1)"
     )

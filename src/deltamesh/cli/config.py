@@ -29,7 +29,12 @@ class HumanEvalConfig:
     def __post_init__(self) -> None:
         _require(self.num_edits >= 1, self, "data.human_eval.num_edits", "use at least 1")
         _require(math.isfinite(self.edit_weight), self, "data.human_eval.edit_weight", "use a finite number")
-        _require(self.max_tokens is None or self.max_tokens >= 1, self, "data.human_eval.max_tokens", "use at least 1, or null")
+        _require(
+            self.max_tokens is None or self.max_tokens >= 1,
+            self,
+            "data.human_eval.max_tokens",
+            "use at least 1, or null",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +126,9 @@ class OptimizerConfig:
         _require(0 < self.eps < math.inf, self, "optimizer.eps", "use a positive number")
         _require(0 <= self.weight_decay < math.inf, self, "optimizer.weight_decay", "use a finite number >= 0")
         clip = self.grad_clip_norm
-        _require(clip is None or 0 < clip < math.inf, self, "optimizer.grad_clip_norm", "use a positive number, or null")
+        _require(
+            clip is None or 0 < clip < math.inf, self, "optimizer.grad_clip_norm", "use a positive number, or null"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,4 +180,3 @@ class TrainConfig:
     def to_yaml(self) -> str:
         """The whole configuration, every default written out; reads back as an equal one."""
         return str(yaml.safe_dump(asdict(self), sort_keys=False))
-

@@ -26,8 +26,8 @@ class CommandParser(argparse.ArgumentParser):
 
 
 @contextmanager
-def user_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turns errors of these kinds (by default ValueError and OSError) into a `CommandError` with the same text.
+def user_errors(*others: type[Exception]) -> Iterator[None]:
+    """Turns ValueError, OSError and errors of the given kinds into a `CommandError` with the same text.
 
     Only around code whose errors are about what the user gave: a fault of the program keeps its traceback.
 
@@ -37,9 +37,10 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
         Traceback (most recent call last):
         deltamesh.cli.errors.CommandError: tp=3 does not fit
     """
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, *others)
     try:
         yield
-    except kinds or (ValueError, OSError) as error:
+    except kinds as error:
         raise CommandError(_text(error)) from error
 
 

@@ -88,4 +88,8 @@ class StepProgress:
             left = (now - self._first_done) / (done - 1) * (self._steps - done)
         width = len(str(self._steps))
         # print, not the console: a line must not be wrapped at the width of a terminal that is not there
-        print(f"step {done:{width}}/{self._steps}  {step_text(record)}  eta {clock(left)}", file=self._console.file, flush=True)
+        print(
+            f"step {done:{width}}/{self._steps}  {step_text(record)}  eta {clock(left)}",
+            file=self._console.file,
+            flush=True,
+        )

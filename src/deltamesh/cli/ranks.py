@@ -1,7 +1,7 @@
 """Running a command's function on ranks: started from here, or, under torchrun, this process being one of them.
 
-Rank 0 speaks. Under torchrun every rank runs the whole command and meets the same errors; the others give rank 0 the time
-to say what is wrong, and speak only if it did not.
+Rank 0 speaks. Under torchrun every rank runs the whole command and meets the same errors; the others give rank 0 the
+time to say what is wrong, and speak only if it did not.
 """
 
 import os
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from deltamesh.cli.errors import CommandError
+from deltamesh.cli.errors import CommandError, user_errors
 from deltamesh.distributed.launch import WorkerFailed, init_worker, is_worker, launch, shutdown
 
 T = TypeVar("T")
@@ -19,9 +19,19 @@ T = TypeVar("T")
 _PATIENCE_SECONDS = 5.0
 
 
+def under_launcher() -> bool:
+    """Whether this process is a rank that torchrun (or `on_ranks`) started.
+
+    Raises:
+        CommandError: the environment says so by half.
+    """
+    with user_errors(RuntimeError):
+        return is_worker()
+
+
 def rank_here() -> int:
     """This process's rank; 0 outside of a launcher."""
-    return int(os.environ["RANK"]) if is_worker() else 0
+    return int(os.environ.get("RANK", 0))
 
 
 def say(text: str) -> None:
@@ -47,7 +57,7 @@ def world_size(processes: int | None) -> int | None:
     """
     if processes is not None and processes < 1:
         raise CommandError(f"processes={processes} is not positive; give the number of ranks, dp x cp x tp")
-    if not is_worker():
+    if not under_launcher():
         return processes
     given = int(os.environ["WORLD_SIZE"])
     if processes not in (None, given):
@@ -66,26 +76,23 @@ def on_ranks(function: Callable[..., T], *args: Any, processes: int) -> T:
         CommandError: a rank raised one.
         WorkerFailed: a rank failed otherwise; all others were ended.
     """
-    if is_worker():
-        init_worker()
-        try:
-            return function(*args)
-        finally:
-            shutdown()
+    if under_launcher():
+        return _on_this_rank(function, args)
     if processes == 1:
         return function(*args)
     try:
-        return launch(_on_new_rank, function, args, processes=processes)[0]
+        results: list[T] = launch(_on_this_rank, function, args, processes=processes)
     except WorkerFailed as error:
         refusal = re.search(r"failed: CommandError: (.*?)\nTraceback ", str(error), re.DOTALL)
         if refusal is None:
             raise
         raise CommandError(refusal[1]) from error
+    return results[0]
 
 
-def _on_new_rank(function: Callable[..., T], args: tuple[Any, ...]) -> T:
+def _on_this_rank(function: Callable[..., T], args: tuple[Any, ...]) -> T:
     init_worker()
-    try:
-        return function(*args)
-    finally:
-        shutdown()
+    result = function(*args)
+    # Not after an error: a peer would lose its connection, and its complaint would come before the cause.
+    shutdown()
+    return result

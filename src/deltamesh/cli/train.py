@@ -1,6 +1,5 @@
 """`deltamesh train CONFIG`: a run from a YAML file, on as many ranks as its topology has."""
 
-import argparse
 import math
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -8,15 +7,16 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deltamesh.cli.arguments import resolve_topology
 from deltamesh.cli.config import DataConfig, TrainConfig
 from deltamesh.cli.config_reader import make_parser, read_config
 from deltamesh.cli.errors import user_errors
 from deltamesh.cli.ranks import on_ranks, say, world_size
 from deltamesh.cli.run_directory import ADAPTER, MODEL, RunDirectory, check_new_run
-from deltamesh.cli.arguments import resolve_topology
 from deltamesh.topology import Topology
 
 if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
     from peft import LoraConfig
 
     from deltamesh.data import Item
@@ -49,7 +49,7 @@ class Run:
         return config.epochs * -(-len(self.items) // config.data.items_per_step)
 
 
-def main(arguments: list[str], parser: argparse.ArgumentParser) -> int:
+def main(arguments: list[str], parser: "ArgumentParser") -> int:
     """Checks everything that can be checked, then trains."""
     run = prepare(read_config(arguments, parser))
     on_ranks(train_on_rank, run, processes=run.topology.world_size)
@@ -64,14 +64,11 @@ def prepare(config: TrainConfig) -> Run:
     """
     check_new_run(Path(config.run_directory))
     sizes = config.topology
-    topology = resolve_topology(
-        world_size(config.processes), dp=sizes.dp, cp=sizes.cp, tp=sizes.tp, sp=sizes.sp
-    )
-    with user_errors(ValueError, OSError, ModuleNotFoundError):
+    topology = resolve_topology(world_size(config.processes), dp=sizes.dp, cp=sizes.cp, tp=sizes.tp, sp=sizes.sp)
+    with user_errors(ModuleNotFoundError):
         if config.data.path is not None:
             Path(config.data.path).open("rb").close()
-        from deltamesh.models.config import load_config
-        from deltamesh.models.lora import match_lora_targets
+        from deltamesh.models import load_config, match_lora_targets
 
         model = load_config(config.model)
         topology.check_model(model)
@@ -131,7 +128,7 @@ def train_on_rank(run: Run) -> None:
     from deltamesh.train.trainer_rank import TrainerRank
 
     config, path = run.config, Path(run.config.run_directory)
-    with user_errors(ValueError, OSError, RankDisagreement):
+    with user_errors(RankDisagreement):
         rank = TrainerRank.from_pretrained(
             config.model,
             topology=run.topology,
@@ -162,7 +159,7 @@ def train_on_rank(run: Run) -> None:
             if written is not None:
                 written.log({**asdict(record), "topology": str(run.topology)})
             progress.show(record.step, record)
-    with user_errors(ValueError, OSError, RankDisagreement):
+    with user_errors(RankDisagreement):
         if config.lora is not None:
             rank.export_lora(path / ADAPTER)
         else:
@@ -175,7 +172,7 @@ def train_on_rank(run: Run) -> None:
 def _describe(run: Run, rank: "TrainerRank") -> None:
     """What is trained, on what, in four lines."""
     config = run.config
-    specs = rank.specs
+    specs = {**rank.model.specs, **rank.model.lora_specs}
     trained = sum(math.prod(specs[name].shape) for name in rank.trainable_parameters())
     total = sum(math.prod(spec.shape) for spec in specs.values())
     sequences = sum(len(item) for item in run.items)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deltamesh.models import HybridCausalLM, ParamSpec, load_config, load_directory, random_weights
 from deltamesh.models.lora import add_lora
-from deltamesh.testing.equivalence import Deviation, Scenario, compare, loss_of, observe
+from deltamesh.testing.equivalence import SMOOTH_ADAM, Deviation, Scenario, compare, loss_of, observe
 from deltamesh.testing.oracle import hugging_face_model, hugging_face_outputs
 from deltamesh.testing.rank_pool import RankPool
 from deltamesh.topology import Topology
@@ -51,9 +51,7 @@ def matrix(sizes: Iterable[tuple[int, int, int]] = SIZES) -> list[Topology]:
         ['dp=1 cp=2 tp=2', 'dp=1 cp=2 tp=2 sp=False']
     """
     return [
-        Topology(dp=dp, cp=cp, tp=tp, sp=sp)
-        for dp, cp, tp in sizes
-        for sp in ((True, False) if tp > 1 else (False,))
+        Topology(dp=dp, cp=cp, tp=tp, sp=sp) for dp, cp, tp in sizes for sp in ((True, False) if tp > 1 else (False,))
     ]
 
 
@@ -181,7 +179,12 @@ def observe_hugging_face(scenario: Scenario) -> dict[str, Tensor]:
     model = _hugging_face(scenario, dtype)
     trained = {_own_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
-        trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0, foreach=False
+        trained.values(),
+        lr=SMOOTH_ADAM.learning_rate,
+        betas=(SMOOTH_ADAM.beta1, SMOOTH_ADAM.beta2),
+        eps=SMOOTH_ADAM.eps,
+        weight_decay=SMOOTH_ADAM.weight_decay,
+        foreach=False,
     )
     inputs = list(chain.from_iterable(scenario.inputs))
     seen: dict[str, Tensor] = {}
@@ -219,18 +222,21 @@ def _hugging_face(scenario: Scenario, dtype: torch.dtype) -> nn.Module:
         random_weights(own, scenario.seed)
     else:
         load_directory(own, scenario.model)
+    base = hugging_face_model(config, {name: p.detach() for name, p in own.named_parameters()}, dtype)
+    base.tie_weights()  # loading made the head's weight a parameter of its own
     if scenario.lora is None:
-        return hugging_face_model(config, {name: p.detach() for name, p in own.named_parameters()}, dtype)
-    base = {name: p.detach() for name, p in own.named_parameters()}
+        plain: nn.Module = base
+        return plain
     add_lora(own, scenario.lora, seed=scenario.seed)
-    model: nn.Module = peft.get_peft_model(hugging_face_model(config, base, dtype), deepcopy(scenario.lora))
+    model: nn.Module = peft.get_peft_model(base, deepcopy(scenario.lora))
     factors = {_own_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     ours = {name: p for name, p in own.named_parameters() if p.requires_grad}
     assert factors.keys() == ours.keys(), f"PEFT adapts other layers: {sorted(factors.keys() ^ ours.keys())}"
     with torch.no_grad():
         for name, p in factors.items():
             p.copy_(ours[name])
-    return model.train()
+    model.train()
+    return model
 
 
 def _own_name(name: str) -> str:
