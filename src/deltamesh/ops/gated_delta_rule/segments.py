@@ -76,13 +76,36 @@ def segments_of(
     else:
         if batch != 1:
             raise ValueError(f"cu_seqlens is given with batch size {batch}; pack the sequences in one batch row")
-        offsets = _ints("cu_seqlens", cu_seqlens)
-        if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != num_rows or (np.diff(offsets) < 0).any():
-            raise ValueError(
-                f"cu_seqlens={_short(offsets)} does not cut {num_rows} rows into segments; "
-                f"give offsets that ascend from 0 to {num_rows}"
-            )
-    count = len(offsets) - 1
+        offsets = check_offsets(cu_seqlens, num_rows)
+    parent = check_parents(parents, len(offsets) - 1)
+    _check_initial_state(
+        initial_state, parent, (len(parent), num_heads, key_dim, value_dim), given_parents=parents is not None
+    )
+    return _make(offsets, parent, has_initial_state=initial_state is not None, want_finals=output_final_state)
+
+
+def check_offsets(cu_seqlens: Tensor | Sequence[int], num_rows: int | None = None) -> np.ndarray:
+    """int64 [N + 1]; of any number of rows if `num_rows` is None.
+
+    Raises:
+        ValueError: no offsets that ascend from 0 to the number of rows.
+    """
+    offsets = _ints("cu_seqlens", cu_seqlens)
+    stop = num_rows if num_rows is not None else int(offsets[-1]) if len(offsets) else 0
+    if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != stop or (np.diff(offsets) < 0).any():
+        raise ValueError(
+            f"cu_seqlens={_short(offsets)} does not cut {stop} rows into segments; "
+            f"give offsets that ascend from 0 to {stop}"
+        )
+    return offsets
+
+
+def check_parents(parents: Offsets, count: int) -> np.ndarray:
+    """int64 [count].
+
+    Raises:
+        ValueError: another number of parents, or one that does not stand before its child.
+    """
     parent = np.full(count, -1) if parents is None else _ints("parents", parents)
     if len(parent) != count:
         raise ValueError(f"{len(parent)} parents are given for {count} segments; give one per segment, -1 for roots")
@@ -91,10 +114,7 @@ def segments_of(
             f"parents={_short(parent)} holds a segment that does not stand before its child; order segments so that "
             f"parents come first, and give -1 for roots"
         )
-    _check_initial_state(
-        initial_state, parent, (count, num_heads, key_dim, value_dim), given_parents=parents is not None
-    )
-    return _make(offsets, parent, has_initial_state=initial_state is not None, want_finals=output_final_state)
+    return parent
 
 
 def _make(offsets: np.ndarray, parent: np.ndarray, *, has_initial_state: bool, want_finals: bool) -> Segments:

@@ -1,0 +1,111 @@
+"""The scan alone over a process group: values, final states and all gradients on every rank, given states included."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deltamesh import ops
+from deltamesh.distributed.agreement import RankDisagreement
+from deltamesh.testing.equivalence import relative_error
+from deltamesh.testing.rank_pool import RankPool
+
+H, HK, K, V = 4, 2, 5, 7
+
+
+def inputs(rows: int, segments: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The retention regime: little decay, correlated keys, small beta, so that transitions matter."""
+    rng = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    common = draw(1, 1, HK, K)
+    tensors = {
+        "q": draw(1, rows, HK, K),
+        "k": torch.nn.functional.normalize(0.9 * common + 0.4 * draw(1, rows, HK, K), dim=-1),
+        "v": draw(1, rows, H, V),
+        "g": -torch.tensor([0.0, 1e-4, 1e-3, 0.05], dtype=torch.float64).expand(1, rows, H).clone(),
+        "beta": 0.05 * torch.ones(1, rows, H, dtype=torch.float64),
+    }
+    return tensors, draw(segments, H, K, V)
+
+
+def run(cu_seqlens: list[int], parents: list[int], cuts: list[int] | None, given: bool) -> dict[str, object]:
+    """One rank: outputs and gradients of its part."""
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    tensors, states = inputs(cu_seqlens[-1], len(parents))
+    context = ops.context_parallel(group, cu_seqlens=cu_seqlens, parents=parents, cuts=cuts, has_initial_state=given)
+    local = {name: x[:, context.rows].clone().requires_grad_() for name, x in tensors.items()}
+    initial = states[list(context.given_segments)].clone().requires_grad_() if given else None
+    o, final = ops.gated_delta_rule(
+        **local, initial_state=initial, output_final_state=True, use_qk_l2norm=True, context=context
+    )
+    assert final is not None
+    rows = torch.arange(cu_seqlens[-1])[context.rows]
+    weight = torch.cos(rows.double())[None, :, None, None]
+    finals = torch.sin(1.0 + torch.tensor(context.final_segments).double())[:, None, None, None]
+    ((o * weight).sum() + (final * finals).sum()).backward()
+    return {
+        "rows": context.rows,
+        "o": o.detach(),
+        "final": dict(zip(context.final_segments, final.detach(), strict=True)),
+        "initial": {} if initial is None else dict(zip(context.given_segments, initial.grad, strict=True)),
+        **{f"d{name}": x.grad for name, x in local.items()},
+    }
+
+
+CASES = {
+    "chain": ([0, 230], [-1], None),
+    "packed": ([0, 70, 71, 200, 230], [-1, -1, -1, -1], None),
+    "tree": ([0, 66, 67, 140, 200, 230], [-1, 0, 1, 1, 0], [0, 30, 150, 150, 230]),
+    "children anywhere": ([0, 40, 80, 120, 160, 200], [-1, -1, 0, 1, 2], [0, 41, 81, 121, 200]),
+}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["zero states", "given states"])
+@pytest.mark.parametrize("case", CASES)
+def test_slices_of_a_process_group_give_the_one_process_scan(rank_pool: RankPool, case: str, given: bool) -> None:
+    cu_seqlens, parents, cuts = CASES[case]
+    alone = rank_pool.run(run, 1, cu_seqlens, parents, None, given)[0]
+    ranks = rank_pool.run(run, 4, cu_seqlens, parents, cuts, given)
+    roots = {i for i, p in enumerate(parents) if p < 0}
+    assert sorted(s for seen in ranks for s in seen["final"]) == list(range(len(parents)))
+    assert sorted(s for seen in ranks for s in seen["initial"]) == (sorted(roots) if given else [])
+    for rank, seen in enumerate(ranks):
+        for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+            assert relative_error(seen[name], alone[name][:, seen["rows"]]) < 1e-10, (name, rank)
+        for name in ("final", "initial"):
+            for segment, state in seen[name].items():
+                assert relative_error(state, alone[name][segment]) < 1e-10, (name, segment, rank)
+
+
+def plan_with(bad_rank: int, bad: list[int], good: list[int]) -> None:
+    ops.context_parallel(dist.group.WORLD, cu_seqlens=bad if dist.get_rank() == bad_rank else good)
+
+
+def test_ranks_with_other_segments_are_told_on_all_ranks(rank_pool: RankPool) -> None:
+    outcomes = rank_pool.outcomes(plan_with, 3, 1, [0, 4, 9], [0, 5, 9], timeout=10)
+    assert [type(o) for o in outcomes] == [RankDisagreement] * 3
+    outcomes = rank_pool.outcomes(plan_with, 3, 1, [0, 4, 3, 9], [0, 5, 9], timeout=10)
+    assert [type(o) for o in outcomes] == [RankDisagreement] * 3
+    assert all("rank 1: ValueError: cu_seqlens" in str(o) for o in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cu_seqlens": [0, 5, 5, 9]}, "segment 1 has no rows"),
+        ({"cu_seqlens": [0, 5, 9], "parents": [-1, 1]}, "does not stand before its child"),
+        ({"cu_seqlens": [0, 5, 9], "cuts": [0, 4, 9]}, "3 cuts are given for 1 ranks"),
+        ({"cu_seqlens": [0, 5, 9], "cuts": [0, 8]}, "from 0 to the number of rows, 9"),
+    ],
+)
+def test_segments_that_cannot_be_planned_are_refused(arguments: dict[str, list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.context_parallel(None, **arguments)
+
+
+def test_the_default_cuts_are_equal_slices() -> None:
+    assert np.array_equal(ops.context_parallel(None, cu_seqlens=[0, 9]).schedule.pieces.length, [9])
