@@ -116,7 +116,7 @@ BAD_CALLS: list[tuple[str, Callable[[Inputs], dict[str, object]], str]] = [
         r"5 value heads cannot share 2",
     ),
     ("mixed", lambda x: {"q": x.q.float()}, r"q and v mix fp64 with a lower precision"),
-    ("backend", lambda x: {"backend": "fast"}, r"backend='fast' is not known; use one of torch, naive"),
+    ("backend", lambda x: {"backend": "fast"}, r"backend='fast' is not known; use one of torch, "),
     ("end", lambda x: {"cu_seqlens": [0, 3, 7]}, r"cu_seqlens=\[0, 3, 7\] does not cut 8 rows"),
     ("order", lambda x: {"cu_seqlens": [0, 5, 3, 8]}, r"ascend from 0 to 8"),
     ("floats", lambda x: {"cu_seqlens": [0.0, 8.0]}, r"give integers"),

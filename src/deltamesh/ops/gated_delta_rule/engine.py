@@ -26,14 +26,14 @@ from deltamesh.ops.gated_delta_rule.chunk_math import unit_lower_inverse
 from deltamesh.ops.gated_delta_rule.gates import Gates, GateTable
 from deltamesh.ops.gated_delta_rule.memory import Arena, StatePool, Workspace, fresh
 from deltamesh.ops.gated_delta_rule.naive import L2NORM_EPS
-from deltamesh.ops.gated_delta_rule.schedule import CHUNK_ROWS, ChunkBatch, ExitGroup, Run, Schedule
+from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch, ExitGroup, Run, Schedule
 from deltamesh.ops.precision import full_precision_matmul
 
 # Rows x value heads of a batch. On a CPU the operands of one batch should stay in the cache.
 _CPU_BATCH = 64 * 16
 _GPU_BATCH = 64 * 4096
-# Chunks of a chain whose state-independent work is one batch: fewer, larger operations.
-_CHUNKS_PER_RUN = 1
+# As many batches of a chain have their state-independent work done together: fewer, larger operations.
+_BATCHES_PER_RUN = 2
 
 
 @dataclass(kw_only=True, eq=False)
@@ -92,7 +92,7 @@ class SliceEngine:
         self.dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
         per_batch = _CPU_BATCH if v.device.type == "cpu" else _GPU_BATCH
         max_rows = max(1, per_batch // self.H)
-        self.runs = schedule.runs(max_rows, _CHUNKS_PER_RUN * max(max_rows, CHUNK_ROWS))
+        self.runs = schedule.runs(max_rows, _BATCHES_PER_RUN * max_rows)
         self.gates = GateTable([run.whole for run in self.runs], g, beta, self.dtype, backward=backward)
         self.buffer = Workspace(self.dtype, self.device)
         # States that are not kept, and what makes them.
@@ -334,7 +334,7 @@ class SliceEngine:
             rows = x[batch.first_row : batch.first_row + batch.count * batch.length]
         else:
             rows = x.index_select(0, batch.rows)
-        return rows.unflatten(0, (batch.count, batch.length)).to(self.dtype).transpose(1, 2)
+        return rows.view(batch.count, batch.length, *x.shape[1:]).to(self.dtype).transpose(1, 2)
 
     def load_k(self, batch: ChunkBatch, buffer: str = "qk") -> Tensor:
         """k [N Hk, C, K], normalised if asked for."""
