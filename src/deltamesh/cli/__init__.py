@@ -49,9 +49,8 @@ def _run(name: str, arguments: list[str]) -> int:
         complain("deltamesh", f"there is no command {name!r}{hint} (commands: {', '.join(COMMANDS)})")
         return 2
     prog = f"deltamesh {name}"
-    # Libraries' remarks about themselves would come once from every rank.
+    # fla's remark about itself, where it is installed without a GPU, would come once from every rank.
     warnings.filterwarnings("ignore", message="Triton is not supported", category=UserWarning)
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     try:
         module = import_module(f"deltamesh.cli.{name}")
         return int(module.main(arguments, module.make_parser(prog, _sentence(COMMANDS[name]))))

@@ -1,6 +1,7 @@
 """A YAML file and options of the command line -> a configuration; every mistake is one paragraph."""
 
 import difflib
+import inspect
 import re
 from argparse import ArgumentError
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ def make_parser(prog: str, description: str) -> jsonargparse.ArgumentParser:
     parser.add_argument("config_file", metavar="CONFIG", help="a YAML file; see examples/human_eval.yaml")
     parser.add_argument("--config", action="config", help=jsonargparse.SUPPRESS)
     parser.add_class_arguments(TrainConfig, nested_key=None)
+    texts = dict(_field_texts(TrainConfig))
+    for action in parser._actions:
+        action.help = texts.get(action.dest, action.help)
     return parser
 
 
@@ -68,6 +72,15 @@ def _all_fields(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix + name, kind
         if group := _dataclass_of(kind):
             yield from _all_fields(group, f"{prefix}{name}.")
+
+
+def _field_texts(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What the docstrings' `Attributes:` say of each field, by dotted name."""
+    texts = dict(re.findall(r"^ +(\w+): (.*)$", inspect.getdoc(config) or "", re.MULTILINE))
+    for name, kind in get_type_hints(config).items():
+        yield prefix + name, texts[name]
+        if group := _dataclass_of(kind):
+            yield from _field_texts(group, f"{prefix}{name}.")
 
 
 def _read_yaml(path: str) -> Mapping[str, Any]:

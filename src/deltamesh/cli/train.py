@@ -170,13 +170,14 @@ def train_on_rank(run: Run) -> None:
 
 
 def _describe(run: Run, rank: "TrainerRank") -> None:
-    """What is trained, on what, in four lines."""
+    """What is trained, on what, in a few lines."""
     config = run.config
     specs = {**rank.model.specs, **rank.model.lora_specs}
     trained = sum(math.prod(specs[name].shape) for name in rank.trainable_parameters())
     total = sum(math.prod(spec.shape) for spec in specs.values())
     sequences = sum(len(item) for item in run.items)
-    say(f"{config.model} in {config.dtype} on {run.topology}: {run.topology.world_size} ranks, device {rank.device}")
+    ranks = "1 rank" if run.topology.world_size == 1 else f"{run.topology.world_size} ranks"
+    say(f"{config.model} in {config.dtype} on {run.topology}: {ranks}, device {rank.device}")
     say(f"{len(run.items):,} items, {sequences:,} sequences; {run.steps:,} steps of {config.data.items_per_step} items")
     say(f"trains {trained:,} of {total:,} parameters")
     if rank.lora_targets is not None:

@@ -197,7 +197,7 @@ def _table(reference: str, verdicts: "Sequence[Verdict]") -> "Table":
 def _print(console: "Console", table: "Table") -> None:
     from rich.console import Console
 
-    (console if console.is_terminal else Console(width=170)).print(table)
+    (console if console.is_terminal else Console(width=200)).print(table)
 
 
 def _write_json(path: Path, verdicts: "Sequence[tuple[dict[str, Any], Verdict]]") -> None:

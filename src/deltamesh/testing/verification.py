@@ -4,6 +4,7 @@
 """
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -228,7 +229,10 @@ def _hugging_face(scenario: Scenario, dtype: torch.dtype) -> nn.Module:
         plain: nn.Module = base
         return plain
     add_lora(own, scenario.lora, seed=scenario.seed)
-    model: nn.Module = peft.get_peft_model(base, deepcopy(scenario.lora))
+    with warnings.catch_warnings():
+        # PEFT still asks for this by its old name
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        model: nn.Module = peft.get_peft_model(base, deepcopy(scenario.lora))
     factors = {_own_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     ours = {name: p for name, p in own.named_parameters() if p.requires_grad}
     assert factors.keys() == ours.keys(), f"PEFT adapts other layers: {sorted(factors.keys() ^ ours.keys())}"
