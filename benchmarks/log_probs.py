@@ -5,10 +5,10 @@ and gradients taken off.
 """
 
 import argparse
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from _alternate import alternate, report
@@ -43,8 +43,9 @@ def work_of(name: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> Calla
 
 
 def peak_mib() -> float:
-    """The largest resident set of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """The largest resident set of this process so far (Linux; `ru_maxrss` would begin at the parent's)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def extra_memory(name: str, options: argparse.Namespace, edges: int, wants_weight: bool) -> float:

@@ -22,7 +22,7 @@ def target_logprobs(
     vocab_start: int,
     vocab_size: int,
     group: Group,
-    chunk_rows: int = 512,
+    chunk_rows: int = 256,
 ) -> Tensor:
     """log softmax(hidden @ head^T) at the target of each edge, the head's rows dealt to the ranks of `group`.
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from deltamesh.distributed import collectives
 from deltamesh.distributed.collectives import Group
 
-_VOCAB_BLOCK = 1024  # with 512 rows: a tile of 2 MiB in fp32, near the second-level caches of two cores
+_VOCAB_BLOCK = 1024  # with 256 rows: a tile of 1 MiB in fp32, about a second-level cache
 _EDGE_BLOCK = 1024  # edges whose head rows are gathered at a time
 
 
@@ -49,10 +49,11 @@ class TargetLogprobs(torch.autograd.Function):
         mean_UD = max_U.new_zeros((rows_U.shape[0] if shape.keep_mean else 0, hidden_TD.shape[1]))
         target_E = max_U.new_full((targets_E.shape[0],), -torch.inf)
 
+        scratch = max_U.new_empty(shape.chunk_rows * _VOCAB_BLOCK)  # fresh memory for every tile would cost page faults
         for vocab in _blocks(weight_VD.shape[0], _VOCAB_BLOCK):
             weight_vD = weight_VD[vocab].to(dtype)
             for some in _blocks(rows_U.shape[0], shape.chunk_rows):
-                logits_uv = hidden_TD.index_select(0, rows_U[some]).to(dtype) @ weight_vD.T
+                logits_uv = _product(hidden_TD.index_select(0, rows_U[some]).to(dtype), weight_vD.T, scratch)
                 new_max = torch.maximum(max_U[some], logits_uv.amax(1, keepdim=True))
                 shrink = (max_U[some] - new_max).exp_()
                 logits_uv.sub_(new_max).exp_()
@@ -90,17 +91,20 @@ class TargetLogprobs(torch.autograd.Function):
             dhidden = dhidden_TD.to(hidden_TD.dtype)
         if ctx.needs_input_grad[1]:
             dweight = torch.empty_like(weight_VD, memory_format=torch.contiguous_format)
+            scratch = lse_U.new_empty(ctx.shape.chunk_rows * _VOCAB_BLOCK)
             for vocab in _blocks(weight_VD.shape[0], _VOCAB_BLOCK):
                 weight_vD = weight_VD[vocab].to(lse_U.dtype)
-                dweight_vD = torch.zeros_like(weight_vD)
+                in_place = dweight.dtype == lse_U.dtype  # otherwise sums are rounded once, at the end
+                dweight_vD = dweight[vocab].zero_() if in_place else torch.zeros_like(weight_vD)
                 for some in _blocks(rows_U.shape[0], ctx.shape.chunk_rows):
                     hidden_uD = hidden_TD.index_select(0, rows_U[some]).to(lse_U.dtype)
-                    p_uv = (hidden_uD @ weight_vD.T).sub_(lse_U[some, None]).exp_()
+                    p_uv = _product(hidden_uD, weight_vD.T, scratch).sub_(lse_U[some, None]).exp_()
                     dweight_vD.addmm_(p_uv.T, hidden_uD * -grad_U[some, None])
                 for e in edges.of(vocab):
                     hidden_eD = hidden_TD.index_select(0, rows_E[e]).to(lse_U.dtype)
                     _add_rows(dweight_vD, edges.local_E[e] - vocab.start, hidden_eD * dlogprobs_E[e, None])
-                dweight[vocab] = dweight_vD.to(weight_VD.dtype)
+                if not in_place:
+                    dweight[vocab] = dweight_vD
         return dhidden, dweight, None, None, None
 
 
@@ -132,6 +136,12 @@ def _reduce(local_lse_U: Tensor, local_target_E: Tensor, group: Group) -> tuple[
     max_U, target_E = largest[:rows], largest[rows:]
     total_U = collectives.all_reduce((local_lse_U - max_U).exp_(), group, op="sum")
     return max_U + total_U.log(), target_E
+
+
+def _product(left_uD: Tensor, right_Dv: Tensor, scratch: Tensor) -> Tensor:
+    """[u, v] in the scratch buffer, until the next product there."""
+    shape = (left_uD.shape[0], right_Dv.shape[1])
+    return torch.mm(left_uD, right_Dv, out=scratch[: shape[0] * shape[1]].view(shape))
 
 
 def _blocks(size: int, step: int) -> Iterator[slice]:
