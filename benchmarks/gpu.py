@@ -29,7 +29,7 @@ from deltamesh.ops.gated_delta_rule import ScanContext, gated_delta_rule
 from deltamesh.plan.pieces import Pieces, chain_pieces
 
 NAMES = ("q", "k", "v", "g", "beta")
-# bf16: 4 x 2^-9 for what is rounded inside, as in tests/kernels, and as much again because the loss is quadratic in states
+# bf16: 4 x 2^-9 for what is rounded inside, as in tests/kernels; as much again, as the loss is quadratic in states.
 FP32_BOUND, BF16_BOUND = 2e-5, 1.6e-2
 Sizes = dict[str, Any]
 SIZES: Sizes = {

@@ -66,6 +66,7 @@ class _Child:
             yield report
             if report.when == "teardown":
                 return
+        code = self.process.wait(timeout=30)  # the pipe has ended, so the process is ending
         self.output.seek(0)
         tail = self.output.read().decode(errors="replace")[-4000:]
         yield pytest.TestReport(
@@ -73,7 +74,7 @@ class _Child:
             location=item.location,
             keywords={},
             outcome="failed",
-            longrepr=f"the child process ended ({self.process.poll()}) without running this test:\n{tail}",
+            longrepr=f"the child process ended with code {code} without running this test:\n{tail}",
             when="call",
         )
 

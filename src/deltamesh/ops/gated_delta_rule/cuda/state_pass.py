@@ -278,7 +278,7 @@ def _backward_kernel(
         visit = backward_visits + i_visit * 5
         held = tl.load(visit)
         target = tl.load(visit + 3).to(tl.int64)
-        writes = tl.load(visit + 4) > 0
+        m_written = o_v < V * tl.load(visit + 4)  # as `m_v`, or nothing where chunks are only passed through
         b_ds = tl.where(held > 0, b_ds, 0.0)
         tl.debug_barrier()  # other threads of this program may have stored what is added now
         for i_added in range(tl.load(visit + 1), tl.load(visit + 2)):
@@ -291,7 +291,7 @@ def _backward_kernel(
             m_t = o_t < end
             last = tl.minimum(row + i_chunk * C + C, end) - 1
             p_dh = dh + ((chunk + i_chunk) * H + i_h) * (K * V) + o_state
-            tl.store(p_dh, b_ds.to(dh.dtype.element_ty), mask=m_state & writes)
+            tl.store(p_dh, b_ds.to(dh.dtype.element_ty), mask=m_k[:, None] & m_written[None, :])
             m_tv = m_t[:, None] & m_v[None, :]
             m_kt = m_k[:, None] & m_t[None, :]
             b_k = tl.load(
@@ -308,7 +308,7 @@ def _backward_kernel(
             tl.store(
                 dv_new + (o_t[:, None] * H + i_h) * V + o_v[None, :],
                 b_dv.to(dv_new.dtype.element_ty),
-                mask=m_tv & writes,
+                mask=m_t[:, None] & m_written[None, :],
             )
             b_qg = (b_q.to(tl.float32) * (tl.exp2(b_g) * scale)[None, :]).to(b_do.dtype)
             b_ds *= tl.exp2(g_last)
