@@ -87,7 +87,7 @@ class _Child:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if _in_child() or not _runs_in_child(item):
         return None
     stash = item.session.stash
@@ -97,6 +97,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in stash[_CHILD].reports(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # The test before, if it ran here, left set up what it shares with this one; nothing else would end that.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 
