@@ -67,7 +67,7 @@ class OpBackends:
             case "torch" | "naive":
                 return OpBackends(delta_rule=backend, convolution=backend, attention=backend)
             case "fla":
-                return OpBackends(delta_rule="fla", convolution="torch", attention="flex")
+                return OpBackends(delta_rule="fla", convolution="fla", attention="flex")
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(get_args(Backend))}")
 
 
