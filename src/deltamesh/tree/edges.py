@@ -101,7 +101,7 @@ def build_edges(tree: PrefixTree, targets: Sequence[npt.ArrayLike | None], ignor
             )
     wanted = np.flatnonzero(target != ignore_index)
     row, token = every.rows[wanted], target[wanted]
-    # one key sorts both; ids too large for it are replaced by their rank. Each sequence's rows ascend already, which the
+    # one key sorts both; ids too large for it are replaced by their rank. A sequence's rows ascend already, which the
     # stable sort makes use of.
     rank = token if token.max(initial=0) < 2**31 else np.unique(token, return_inverse=True)[1]
     order = np.argsort(row * (int(rank.max(initial=0)) + 1) + rank, kind="stable")
