@@ -186,6 +186,16 @@ def test_coherent_keys_with_full_writes_match_naive() -> None:
     assert_close(NAMES[:-1], _values_and_gradients(_run("torch"), x.to(torch.float32), None), want, 2e-5)
 
 
+def test_gate_gradients_keep_their_precision_under_strong_decay_everywhere() -> None:
+    double = make_inputs(130)
+    double.g.data.uniform_(-20, -10, generator=torch.Generator().manual_seed(0))
+    s = _state(1, 6, 7, 5)
+    want = _values_and_gradients(_run("naive"), double, s)
+    have = _values_and_gradients(_run("torch"), double.to(torch.float32), s.detach().float().requires_grad_())
+    assert want[5].abs().max() < 1e-3  # what must not cancel: terms of order one that do not depend on g
+    assert_close(NAMES, have, want, 2e-5)
+
+
 def test_empty_input_has_values_and_an_edge_to_every_input() -> None:
     x, s = make_inputs(0), _state(1, 6, 7, 5)
     o, final = _run("torch")(x, s)
