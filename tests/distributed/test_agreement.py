@@ -14,6 +14,12 @@ from deltamesh.train.trainer_rank import TrainerRank
 TOPOLOGY = Topology(cp=2, tp=2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm(rank_pool: RankPool) -> None:
+    """The ranks have started and imported everything, so that the 10 seconds are those of the error alone."""
+    rank_pool.run(forward_with_other_tokens, 4, TOPOLOGY, -1)
+
+
 def fail_on(bad_rank: int, topology: Topology) -> int:
     mesh = build_mesh(topology)
 
