@@ -5,12 +5,11 @@ from functools import cache
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import Tensor
 
 from deltamesh.models import ParamSpec, match_lora_targets, param_specs, tiny_config
 from deltamesh.models.lora_targets import lora_param_specs
-from deltamesh.testing.equivalence import CUT_RULES, Scenario, compare, forked_inputs, observe
+from deltamesh.testing.equivalence import CUT_RULES, Scenario, both_factors_lora, compare, forked_inputs, observe
 from deltamesh.testing.rank_pool import RankPool
 from deltamesh.topology import Topology
 
@@ -22,8 +21,7 @@ TOPOLOGIES = [
     Topology(dp=dp, cp=cp, tp=tp, sp=sp) for dp, cp, tp in DEGREES for sp in ([True, False] if tp > 1 else [False])
 ]
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
-LORA = LoraConfig(r=2, lora_alpha=2, target_modules="all-linear", init_lora_weights=False)
-TRAINED = {"all": None, "lora": LORA}
+TRAINED = {"all": None, "lora": both_factors_lora()}
 
 
 def specs_of(scenario: Scenario) -> dict[str, ParamSpec]:

@@ -119,13 +119,11 @@ def _check_size(model: str, config: "Qwen3_5TextConfig") -> None:
 
 
 def _scenarios(args: argparse.Namespace) -> "Sequence[tuple[dict[str, Any], Scenario]]":
-    from peft import LoraConfig
-
     from deltamesh.models.config import load_config
-    from deltamesh.testing.equivalence import Scenario, forked_inputs
+    from deltamesh.testing.equivalence import Scenario, both_factors_lora, forked_inputs
 
     inputs = forked_inputs(vocab_size=load_config(args.model).vocab_size)
-    adapters = {"all": None, "lora": LoraConfig(r=1, target_modules="all-linear")}
+    adapters = {"all": None, "lora": both_factors_lora()}
     return [
         (
             {"model": args.model, "dtype": dtype, "trained": trained},

@@ -126,6 +126,11 @@ CUT_RULES: Mapping[str, CutRule | None] = {
 SMOOTH_ADAM = AdamParams(learning_rate=2e-3, eps=1e-2)
 
 
+def both_factors_lora() -> LoraConfig:
+    """A LoRA on all linear layers whose B is not zero, so that neither factor's gradient is."""
+    return LoraConfig(r=2, lora_alpha=2, target_modules="all-linear", init_lora_weights=False)
+
+
 def observe(scenario: Scenario, topology: Topology) -> dict[str, Tensor]:
     """Runs a scenario on this rank and returns all it can see, as CPU tensors.
 
