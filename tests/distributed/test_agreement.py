@@ -3,12 +3,14 @@
 import time
 
 import pytest
+from peft import LoraConfig
 
 from deltamesh.distributed.agreement import RankDisagreement, agree
 from deltamesh.distributed.mesh import build_mesh
 from deltamesh.testing.rank_pool import RankPool
 from deltamesh.topology import Topology
 from deltamesh.train.micro_batches import ForwardInput
+from deltamesh.train.optim import AdamParams
 from deltamesh.train.trainer_rank import TrainerRank
 
 TOPOLOGY = Topology(cp=2, tp=2)
@@ -76,3 +78,68 @@ def test_a_planning_error_on_one_rank_is_raised_on_all(rank_pool: RankPool) -> N
     assert {str(o) for o in outcomes} == {
         "the plan of micro-batch 0 failed on 1 of 4 ranks; rank 1: MemoryError: cannot plan"
     }
+
+
+# ---------------------------------------------------------------- settings, steps and reductions
+
+
+def build_with(bad: dict[str, object], topology: Topology) -> None:
+    import torch.distributed as dist
+
+    arguments: dict[str, object] = {"topology": topology} | (bad if dist.get_rank() == 1 else {})
+    TrainerRank.from_pretrained("tiny", **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"seed": 3}, "the settings of the run differs between ranks (seed: 0 on ranks [0]; 3 on ranks [1])"),
+        ({"recompute": "full"}, "recompute: 'none' on ranks [0]; 'full' on ranks [1]"),
+        ({"backend": "naive"}, "backend: 'torch' on ranks [0]; 'naive' on ranks [1]"),
+        ({"topology": Topology(tp=2, sp=False)}, "sp: True on ranks [0]; False on ranks [1]"),
+        ({"topology": Topology(cp=2)}, "topology: 'dp=1 cp=1 tp=2' on ranks [0]; 'dp=1 cp=2 tp=1' on ranks [1]"),
+        ({"topology": Topology(cp=3)}, "failed on 1 of 2 ranks; rank 1: ValueError: dp=1 cp=3 tp=1 needs 3 ranks"),
+        ({"lora": LoraConfig(r=2, target_modules="all-linear")}, "lora: None on ranks [0]"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_other_settings_on_one_rank_are_named_on_all(rank_pool: RankPool, bad: dict[str, object], message: str) -> None:
+    outcomes = rank_pool.outcomes(build_with, 2, bad, Topology(tp=2), timeout=20)
+    assert [type(o) for o in outcomes] == [RankDisagreement] * 2
+    assert len({str(o) for o in outcomes}) == 1
+    assert message in str(outcomes[0])
+
+
+def differ_in(call: str) -> None:
+    rank = TrainerRank.from_pretrained("tiny", topology=Topology(dp=2))
+    me = rank.mesh.world.rank
+    match call:
+        case "rate":
+            rank.optim_step(AdamParams(learning_rate=1e-3 if me else 1e-1))
+        case "scale":
+            rank.optim_step(AdamParams(), scale_grads=float("nan") if me else 1.0)
+        case "names":
+            rank.reduce({"a": 1.0} if me else {"a": 1.0, "b": 2.0})
+        case "place" if me:
+            rank.optim_step(AdamParams())
+        case "place":
+            list(rank.forward_micro_batches([ForwardInput(input_tokens=[1, 2])]))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("rate", "the optimizer step differs between ranks (learning_rate: 0.1 on ranks [0]; 0.001 on ranks [1])"),
+        ("scale", "scale_grads: 1.0 on ranks [0]; nan on ranks [1]"),
+        ("names", "the names to reduce differs between ranks"),
+        (
+            "place",
+            "ranks are at different points of the program (the batch of inputs on ranks [0]; the optimizer",
+        ),
+    ],
+)
+def test_calls_that_differ_between_ranks_are_told_on_all(rank_pool: RankPool, call: str, message: str) -> None:
+    outcomes = rank_pool.outcomes(differ_in, 2, call, timeout=20)
+    assert [type(o) for o in outcomes] == [RankDisagreement] * 2
+    assert len({str(o) for o in outcomes}) == 1
+    assert message in str(outcomes[0])

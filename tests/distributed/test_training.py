@@ -204,6 +204,9 @@ def forward(inputs: list[ForwardInput], topology: Topology) -> None:
         ([ForwardInput(input_tokens=[[1, 2]])], "shape"),
         ([ForwardInput(input_tokens=[1.5])], "integers"),
         (["text"], "pass ForwardInput objects"),
+        ([5], "item 0 is a int; pass ForwardInput objects or groups of them"),
+        (ForwardInput(input_tokens=[1]), "a single ForwardInput was given"),
+        ([ForwardInput(input_tokens=[1], hidden_states=None)], "hidden_states=None is not True or False"),
     ],
 )
 def test_bad_inputs_are_the_same_clear_error_on_every_rank(

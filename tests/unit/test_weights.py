@@ -224,3 +224,26 @@ def test_a_hub_id_is_downloaded_by_the_hub_client(saved: Path, monkeypatch: pyte
     assert torch.equal(model.model.norm.weight, tiny_state(0)["model.norm.weight"])
     assert asked[0][0] == "someone/some-model"
     assert "*.safetensors" in asked[0][1]
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    model = HybridCausalLM(tiny_config())
+    state = tiny_state()
+    save_directory(state.items(), tiny_config(), tmp_path / "cut", dtype=torch.float32)
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(WeightsError, match=r"model\.safetensors is no whole safetensors file"):
+        load_directory(model, tmp_path / "cut")
+    save_directory(state.items(), tiny_config(), tmp_path / "shards", dtype=torch.float32, max_shard_bytes=50_000)
+    for text in ("{", "{}", '{"weight_map": 3}'):
+        (tmp_path / "shards" / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json is no index of weights"):
+            load_directory(model, tmp_path / "shards")
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    state = tiny_state()
+    state["model.norm.weight"] = state["model.norm.weight"].to(torch.int32)
+    save_directory(state.items(), tiny_config(), tmp_path / "model", dtype=torch.float32)
+    with pytest.raises(WeightsError, match=r"not floating point: model\.norm\.weight is I32"):
+        load_directory(HybridCausalLM(tiny_config()), tmp_path / "model")

@@ -44,6 +44,17 @@ def user_errors(*others: type[Exception]) -> Iterator[None]:
         raise CommandError(_text(error)) from error
 
 
+@contextmanager
+def disagreements() -> Iterator[None]:
+    """Turns only a disagreement between ranks into a `CommandError`: around the program's own work."""
+    from deltamesh.distributed.agreement import RankDisagreement
+
+    try:
+        yield
+    except RankDisagreement as error:
+        raise CommandError(str(error)) from error
+
+
 def _text(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from deltamesh.cli.arguments import resolve_topology
 from deltamesh.cli.config import DataConfig, TrainConfig
 from deltamesh.cli.config_reader import make_parser, read_config
-from deltamesh.cli.errors import user_errors
+from deltamesh.cli.errors import disagreements, user_errors
 from deltamesh.cli.ranks import on_ranks, say, world_size
 from deltamesh.cli.run_directory import ADAPTER, MODEL, RunDirectory, check_new_run
 from deltamesh.topology import Topology
@@ -139,6 +139,20 @@ def train_on_rank(run: Run) -> None:
             seed=config.seed,
         )
         first = rank.mesh.world.rank == 0
+        batches = agree(
+            lambda: BatchSampler(
+                run.items, items_per_step=config.data.items_per_step, seed=config.seed, shuffle=config.data.shuffle
+            ),
+            lambda sampler: {
+                "data": sampler.digest,
+                "items_per_step": config.data.items_per_step,
+                "shuffle": config.data.shuffle,
+                "steps": run.steps,
+                **asdict(config.optimizer),
+            },
+            rank.mesh.world,
+            what="the data set and the settings of its steps",
+        )
         written = agree(
             lambda: RunDirectory(path, config.to_yaml()) if first else None,
             lambda _: "made",
@@ -146,14 +160,12 @@ def train_on_rank(run: Run) -> None:
             what=f"making the run directory {path}",
         )
     _describe(run, rank)
-    batches = BatchSampler(
-        run.items, items_per_step=config.data.items_per_step, seed=config.seed, shuffle=config.data.shuffle
-    )
     skipped = 0
     with ExitStack() as stack:
         if written is not None:
             stack.enter_context(written)
         progress = stack.enter_context(StepProgress(run.steps, Console(), quiet=not first))
+        stack.enter_context(disagreements())
         for record in train_steps(rank, islice(batches, run.steps), AdamParams(**asdict(config.optimizer))):
             skipped += record.skipped
             if written is not None:

@@ -38,6 +38,13 @@ class Mesh:
     world: Group
 
 
+def world_group() -> Group:
+    """All ranks, before there is a mesh: this process alone without torch.distributed."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Group.single()
+    return Group(rank=dist.get_rank(), size=dist.get_world_size(), handle=dist.group.WORLD)
+
+
 def build_mesh(topology: Topology) -> Mesh:
     """Builds the groups of `topology` over the initialised default group, all ranks together.
 

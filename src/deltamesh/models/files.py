@@ -118,10 +118,16 @@ def tensor_files(directory: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: neither `model.safetensors` nor an index, or a shard of the index is missing.
+        ValueError: the index is not one.
     """
     if (directory / INDEX).is_file():
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        files = [directory / name for name in sorted(set(index["weight_map"].values()))]
+        try:
+            shards = set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{directory / INDEX} is no index of weights ({type(error).__name__}: {error}); copy it again"
+            ) from error
+        files = [directory / name for name in sorted(shards)]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise FileNotFoundError(f"{directory}: {INDEX} names files that are not there: {', '.join(missing)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import Qwen3_5TextConfig
 
@@ -18,6 +18,7 @@ from deltamesh.models.specs import param_specs
 
 MAX_SHARD_BYTES = 5 * 2**30
 _LISTED = 20
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class WeightsError(ValueError):
@@ -73,7 +74,12 @@ def load_files(
         copies: dict[str, Any] = {}
         problems: list[str] = []
         for file in files:
-            handle = stack.enter_context(safe_open(file, framework="pt"))
+            try:
+                handle = stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as error:
+                raise WeightsError(
+                    f"{file} is no whole safetensors file ({error}); copy or download it again"
+                ) from error
             for key in handle.keys():  # noqa: SIM118 - not a mapping
                 name = rename(key)
                 if name is None:
@@ -91,6 +97,16 @@ def load_files(
             f"wrong shape: {name} is {tuple(tensor.get_shape())}, the model needs {specs[name].shape}"
             for name, tensor in found.items()
             if tuple(tensor.get_shape()) != specs[name].shape
+        ]
+        problems += [
+            f"not floating point: {name} is {tensor.get_dtype()}; quantised checkpoints are not read"
+            for name, tensor in found.items()
+            if tensor.get_dtype() not in _FLOATS
+        ]
+        problems += [
+            f"wrong shape: {name} is {tuple(copy.get_shape())}, the model needs {specs[(tied or {})[name]].shape}"
+            for name, copy in copies.items()
+            if tuple(copy.get_shape()) != specs[(tied or {})[name]].shape
         ]
         for name, other in (tied or {}).items():
             if name in copies and other in found and not problems:

@@ -1,7 +1,7 @@
 """Inputs, outputs, and how items are dealt to dp ranks and packed into micro-batches. Pure: the same on every rank."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -90,18 +90,23 @@ class Deal:
     digest: str = field(default="")
 
 
-def check_inputs(items: Sequence[Item], vocab_size: int) -> list[list[CheckedInput]]:
+def check_inputs(items: Iterable[Item], vocab_size: int) -> list[list[CheckedInput]]:
     """Validates every input before anything runs; one list per top-level item.
 
     Raises:
         ValueError, TypeError: no items, an empty group, an empty sequence, ids outside the vocabulary, targets of
             another length; the message names the input by its place in the flat list.
     """
-    if not len(items):
+    if isinstance(items, ForwardInput):
+        raise TypeError("a single ForwardInput was given; pass a sequence of them, or of groups of them")
+    items = list(items)
+    if not items:
         raise ValueError("no inputs were given; pass at least one ForwardInput")
     checked: list[list[CheckedInput]] = []
     index = 0
     for place, item in enumerate(items):
+        if not isinstance(item, ForwardInput | Iterable):
+            raise TypeError(f"item {place} is a {type(item).__name__}; pass ForwardInput objects or groups of them")
         group = [item] if isinstance(item, ForwardInput) else list(item)
         if not group:
             raise ValueError(f"item {place} is an empty group; pass at least one ForwardInput in it")
@@ -115,6 +120,8 @@ def check_inputs(items: Sequence[Item], vocab_size: int) -> list[list[CheckedInp
 
 
 def _check_input(source: ForwardInput, index: int, vocab_size: int) -> CheckedInput:
+    if not isinstance(source.hidden_states, bool | np.bool_):
+        raise TypeError(f"input {index}: hidden_states={source.hidden_states!r} is not True or False")
     tokens = check_tokens(source.input_tokens, what=f"input {index}: input_tokens")
     _check_vocabulary(tokens, vocab_size, f"input {index}: input_tokens")
     targets = None
@@ -197,6 +204,6 @@ def _digest(items: list[list[CheckedInput]], by_dp: list[list[list[CheckedInput]
     for x in (x for item in items for x in item):
         digest.update(np.int64(len(x.tokens)).tobytes() + x.tokens.tobytes())
         digest.update(b"-" if x.targets is None else x.targets.tobytes())
-        digest.update(bytes([x.source.hidden_states]))
+        digest.update(bytes([bool(x.source.hidden_states)]))
     digest.update(repr([[[x.index for x in m] for m in mine] for mine in by_dp]).encode())
     return digest.hexdigest()

@@ -1,6 +1,6 @@
 """From a name to this rank's part of a model with weights and adapter."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 import torch
@@ -32,6 +32,12 @@ class ModelSettings:
     seed: int = 0
     backend: str = "torch"
     cuts: CutRule | None = None
+
+    def shared(self) -> dict[str, object]:
+        """What must be the same on every rank."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("device", "cuts")}
+        lora = self.lora and sorted((key, repr(value)) for key, value in self.lora.to_dict().items())
+        return values | {"lora": lora}
 
 
 def build_model(settings: ModelSettings, mesh: Mesh) -> tuple[HybridCausalLM, LoraTargets | None]:

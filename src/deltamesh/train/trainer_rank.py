@@ -1,6 +1,7 @@
 """`TrainerRank`: one rank of a training job. All ranks make the same calls with the same arguments."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from deltamesh.distributed.agreement import agree
 from deltamesh.distributed.collectives import all_reduce
-from deltamesh.distributed.mesh import Mesh, build_mesh
+from deltamesh.distributed.mesh import Mesh, build_mesh, world_group
 from deltamesh.models import HybridCausalLM
 from deltamesh.models.lora_targets import LoraTargets
 from deltamesh.ops.context import SliceContext
@@ -81,11 +82,18 @@ class TrainerRank:
             ValueError: a topology that fits neither the world nor the model, an unsupported configuration or adapter,
                 missing or extra weights. The same on every rank.
         """
-        mesh = build_mesh(topology or Topology.from_env(world_size=_world_size()))
+        world = world_group()
         settings = ModelSettings(
             name_or_path=str(name_or_path), lora=lora, dtype=dtype, device=device, recompute=recompute,
             max_rows=max_rows, seed=seed, backend=backend, cuts=cuts,
         )  # fmt: skip
+        resolved = agree(
+            lambda: _resolved(topology, world.size),
+            lambda sizes: {"topology": str(sizes), "sp": sizes.sp, **settings.shared()},
+            world,
+            what="the settings of the run",
+        )
+        mesh = build_mesh(resolved)
         model, targets = agree(
             lambda: build_model(settings, mesh),
             lambda built: saving.shape_digest(built[0]),
@@ -128,19 +136,29 @@ class TrainerRank:
             >>> TrainerRank.from_pretrained("tiny", topology=Topology()).reduce({"loss": 2.0})
             {'loss': 2.0}
         """
-        names = sorted(values)
+        names = agree(lambda: sorted(values), repr, self.mesh.world, what="the names to reduce")
         local = torch.tensor([float(values[name]) for name in names], dtype=torch.float64, device=self.device)
         return dict(zip(names, all_reduce(local, self.mesh.dp).tolist(), strict=True))
 
     def optim_step(self, params: AdamParams, scale_grads: float = 1.0) -> StepResult:
         """Sums gradients over the mesh, clips by the global norm and takes one AdamW step.
 
-        Gradients that are not finite leave parameters and optimizer state as they were; the result says so.
+        Gradients that are not finite leave parameters and optimizer state as they were; the result says so. A parameter
+        that no backward reached has a gradient of zero, on which AdamW steps all the same (weight decay, momentum).
 
         Args:
             params: settings of the step.
             scale_grads: factor on the summed gradients, for example 1 / number of trained tokens.
+
+        Raises:
+            RankDisagreement: ranks gave other arguments, or one of them is elsewhere in its program.
         """
+        agree(
+            lambda: float(scale_grads),
+            lambda scale: {"scale_grads": scale, **asdict(params)},
+            self.mesh.world,
+            what="the optimizer step",
+        )
         return self._optimizer.step(params, scale_grads)
 
     def reduced_gradients(self) -> dict[str, Tensor]:
@@ -204,5 +222,9 @@ class TrainerRank:
         }
 
 
-def _world_size() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+def _resolved(topology: Topology | None, world_size: int) -> Topology:
+    """The topology of the run; that a single process needs torch.distributed for several ranks, `build_mesh` says."""
+    resolved = topology or Topology.from_env(world_size=world_size)
+    if torch.distributed.is_initialized():
+        resolved.check_world(world_size)
+    return resolved

@@ -19,7 +19,7 @@ from deltamesh.plan.pieces import Pieces
 
 CHUNK_ROWS = 64
 _BUCKETS = np.array([1, 4, 8, 16, 32, 48, CHUNK_ROWS])
-_CHAIN = list(range(-1, CHUNK_ROWS - 1))
+_CHAIN = tuple(range(-1, CHUNK_ROWS - 1))
 NO_STATE = -1
 
 
@@ -50,7 +50,7 @@ class Chunk:
     @property
     def is_chain(self) -> bool:
         """Whether every row continues the one before it."""
-        return self.before == _CHAIN[: len(self.before)]
+        return tuple(self.before) == _CHAIN[: len(self.before)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
