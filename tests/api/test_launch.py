@@ -94,6 +94,23 @@ def test_first_failure_is_raised_with_its_traceback_and_nothing_is_printed(capfd
     assert printed.out == ""
 
 
+def _lose_a_peer() -> None:
+    init_worker(device="cpu")
+    mesh = build_mesh(Topology(dp=2))
+    if mesh.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(100):  # until the peer is gone
+        all_reduce(torch.ones(1), mesh.world)
+        time.sleep(0.1)
+
+
+def test_a_killed_rank_is_blamed_and_not_only_the_peer_that_lost_it() -> None:
+    """Which of the two the agent notices first is a matter of milliseconds."""
+    with pytest.raises(WorkerFailed, match=r"ended by SIGKILL|lost a peer that left no error") as error:
+        launch(_lose_a_peer, processes=2)
+    assert ("SIGKILL" in str(error.value)) == (error.value.rank == 1)
+
+
 def test_killed_rank_is_reported_by_its_signal() -> None:
     with pytest.raises(WorkerFailed, match="ended by SIGKILL; the system may have run out of memory") as error:
         launch(_die, signal.SIGKILL, processes=2)

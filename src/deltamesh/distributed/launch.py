@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "remote process exited")
 _HOST = "127.0.0.1"
 _PRELOAD = ("__main__", "torch", "torch.distributed", "deltamesh.distributed.launch")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE")
@@ -210,7 +211,7 @@ def launch(fn: Callable[..., T], *args: Any, processes: int) -> list[T]:
             raise SystemExit(128 + stopped.sigval) from None
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            raise _first_failure(directory) or _without_text(rank, failure.exitcode) from None
+            raise _first_failure(directory, rank, failure.exitcode) from None
     return [pickle.loads(results[rank]) for rank in range(processes)]
 
 
@@ -251,13 +252,26 @@ def _record(directory: str, summary: str, trace: str, exit_code: int) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def _first_failure(directory: str) -> WorkerFailed | None:
-    """The earliest recorded failure: later ones are mostly ranks that lost their peer."""
+def _first_failure(directory: str, rank: int, exit_code: int) -> WorkerFailed:
+    """The earliest recorded failure: later ones are mostly ranks that lost their peer.
+
+    Args:
+        directory: of the records.
+        rank, exit_code: what the agent noticed first. A process that was killed leaves no record, and its peers' records
+            only say that they lost it.
+    """
     records = [json.loads(path.read_text()) for path in Path(directory).glob("failed-*.json")]
-    if not records:
-        return None
+    killed = exit_code < 0 and exit_code != -signal.SIGTERM
+    if not records or (killed and all(record["rank"] != rank for record in records)):
+        return _without_text(rank, exit_code)
     first = min(records, key=lambda record: record["time"])
-    return WorkerFailed(first["rank"], first["text"], max(1, first["exit_code"]))
+    text = first["text"]
+    if any(sign in text for sign in _LOST_PEER):
+        text += (
+            "\nThis rank lost a peer that left no error before it: that process may have been killed, for example by the "
+            "system for lack of memory"
+        )
+    return WorkerFailed(first["rank"], text, max(1, first["exit_code"]))
 
 
 def _without_text(rank: int, exit_code: int) -> WorkerFailed:
