@@ -1,7 +1,10 @@
 """Which engine runs a slice. Every backend has the same phases, so one autograd function and any carrier drive all."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from deltamesh.ops.gated_delta_rule.backward import SliceBackward
 from deltamesh.ops.gated_delta_rule.context import ScanContext
@@ -20,6 +23,10 @@ class Phases:
     kept: type[Any]
     engine: type[Any]
     backward: type[Any]
+
+    def engines(self, parts: Sequence[dict[str, Tensor]], kept: Sequence[Any], **settings: Any) -> list[Any]:
+        """An engine for each block of heads, given its q, k, v, g, beta and what is kept of it."""
+        return [self.engine(self.schedule, **part, kept=k, **settings) for part, k in zip(parts, kept, strict=True)]
 
     @staticmethod
     def of(backend: str, context: ScanContext) -> "Phases":

@@ -1,0 +1,132 @@
+"""The `pipeline` carrier: true boundary states flow from rank to rank, a block of heads after the other.
+
+No transition is computed and nothing is computed twice. A rank does what waits for nobody first, then, block by block:
+receives, runs what waited, sends. Forward flows towards later ranks, backward towards earlier ones.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from deltamesh.distributed.collectives import Group, Pending, start_receive, start_send
+from deltamesh.ops.gated_delta_rule.blocks import BackwardBlock, ForwardBlock
+from deltamesh.plan.carrier import NUM_BLOCKS
+from deltamesh.plan.pipeline import PipelineDirection, PipelineLinks, StateMessage
+
+
+class PipelineCarrier:
+    """Carries true boundary states between the slices of a cp group, straight to the ranks that continue them.
+
+    A message of no states is not sent: both sides know the plan. Gradients of a state that several ranks continue are
+    added in one order, the last rank's first.
+
+    Args:
+        links: this rank's part of the plan.
+        group: the cp group.
+        num_blocks: of heads; the start of the pipeline costs one of them.
+    """
+
+    def __init__(self, links: PipelineLinks, group: Group, *, num_blocks: int = NUM_BLOCKS) -> None:
+        self.num_blocks = num_blocks
+        self._links = links
+        self._group = group
+
+    def run_forward(self, blocks: Sequence[ForwardBlock]) -> None:
+        """See `Carrier`."""
+        way = self._links.forward
+        mail = Mail(way, self._group, [block.given for block in blocks])
+        for n, block in enumerate(blocks):
+            block.engine.run_local(block.out, block.given, exporting=True)
+            mail.send_ready(n, [block.engine.export_states(m.states.tolist()) for m in way.send_ready])
+        for block in blocks:
+            block.engine.prepare_entering()
+        for n, block in enumerate(blocks):
+            block.engine.run_local(block.out, block.given, exporting=False)
+            incoming = block.receive(mail.received(n, block.num_carried), self)
+            block.engine.run_entering(block.out, incoming, exporting=True)
+            mail.send_waiting(n, [block.engine.export_states(m.states.tolist()) for m in way.send_waiting])
+            block.engine.run_entering(block.out, incoming, exporting=False)
+        mail.close()
+
+    def run_backward(self, blocks: Sequence[BackwardBlock]) -> None:
+        """See `Carrier`."""
+        way = self._links.backward
+        mail = Mail(way, self._group, [block.phases.incoming for block in blocks])
+        for n, block in enumerate(blocks):
+            block.phases.run(entering=True, exporting=False)
+            mail.send_ready(n, _import_gradients(block, way.send_ready))
+        for n, block in enumerate(blocks):
+            phases = block.phases
+            phases.run(entering=False, exporting=False)
+            phases.add_export_gradients(mail.received(n, len(phases.engine.schedule.exports)))
+            phases.run(entering=True, exporting=True)
+            mail.send_waiting(n, _import_gradients(block, way.send_waiting))
+            phases.run(entering=False, exporting=True)
+            block.d_given = phases.finish()
+        mail.close()
+
+
+def _import_gradients(block: BackwardBlock, messages: Sequence[StateMessage]) -> list[Tensor]:
+    num_given = block.phases.engine.schedule.num_given
+    return [block.phases.slot_gradients((num_given + m.states).tolist()) for m in messages]
+
+
+class Mail:
+    """The messages of one pass in one direction.
+
+    All messages of all ranks have one order: ready ones before waiting ones, then by block, then by sender (the one
+    that everything flows away from first). Every rank begins its own in this order, so no backend can wait in a circle.
+    Receives are begun as early as that allows: as far as the next send.
+
+    Args:
+        way: the plan.
+        group: the cp group.
+        like: per block a tensor [_, H, K, V] with the shape and type of its states.
+    """
+
+    def __init__(self, way: PipelineDirection, group: Group, like: Sequence[Tensor]) -> None:
+        self._way, self._group, self._like = way, group, like
+        self._sent: list[Pending] = []
+        self._arriving: list[list[tuple[StateMessage, Pending]]] = [[] for _ in like]
+        blocks = range(len(like))
+        ready = [(block, way.receive_ready, bool(way.send_ready)) for block in blocks]
+        waiting = [(block, way.receive_waiting, bool(way.send_waiting)) for block in blocks]
+        self._turns = iter(ready + waiting)
+        self._receive_until_next_send()
+
+    def send_ready(self, block: int, states: Sequence[Tensor]) -> None:
+        """Sends a block of what waited for nobody, a contiguous tensor for each message of the plan."""
+        self._send(self._way.send_ready, states)
+
+    def send_waiting(self, block: int, states: Sequence[Tensor]) -> None:
+        """Sends a block of what waited for states of other ranks."""
+        self._send(self._way.send_waiting, states)
+
+    def received(self, block: int, count: int) -> Tensor:
+        """Waits for all states of a block, [count, H, K, V]; what several ranks sent of one is added last rank first."""
+        states = self._like[block].new_zeros((count, *self._like[block].shape[1:]))
+        for message, pending in sorted(self._arriving[block], key=lambda arriving: -arriving[0].peer):
+            part = pending.wait()
+            for place, state in zip(message.states.tolist(), part, strict=True):
+                states[place] += state
+        self._arriving[block].clear()
+        return states
+
+    def close(self) -> None:
+        """Waits until everything has left."""
+        for pending in self._sent:
+            pending.wait()
+
+    def _send(self, messages: Sequence[StateMessage], states: Sequence[Tensor]) -> None:
+        for message, part in zip(messages, states, strict=True):
+            self._sent.append(start_send(part, message.peer, self._group))
+        if messages:
+            self._receive_until_next_send()
+
+    def _receive_until_next_send(self) -> None:
+        for block, messages, sends in self._turns:
+            for message in messages:
+                place = self._like[block].new_empty((len(message.states), *self._like[block].shape[1:]))
+                self._arriving[block].append((message, start_receive(place, message.peer, self._group)))
+            if sends:
+                return
