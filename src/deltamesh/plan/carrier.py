@@ -69,10 +69,12 @@ def choose_carrier(forest: CutForest, carrier: str, shape: RuleShape) -> Literal
         >>> choose_carrier(chain, "auto", RuleShape())
         'pipeline'
     """
-    if carrier not in get_args(CarrierName):
+    if carrier == "scan":
+        return "scan"
+    if carrier == "pipeline":
+        return "pipeline"
+    if carrier != "auto":
         raise ValueError(f"carrier={carrier!r} is not known; use one of {', '.join(get_args(CarrierName))}")
-    if carrier == "scan" or carrier == "pipeline":
-        return carrier
     return "pipeline" if pipeline_seconds(forest, shape) < scan_seconds(forest, shape) else "scan"
 
 

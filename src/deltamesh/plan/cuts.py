@@ -54,7 +54,9 @@ def through_rows(forest: CutForest) -> Ints:
 
 def slice_rows(forest: CutForest, pieces: Bools) -> Floats:
     """float64 [P]: rows of each slice that lie in the chosen pieces."""
-    return np.bincount(forest.rank[pieces], weights=forest.length[pieces], minlength=forest.num_slices)
+    rows = np.zeros(forest.num_slices)
+    np.add.at(rows, forest.rank[pieces], forest.length[pieces])
+    return rows
 
 
 def slice_work(cost_T: Floats, cuts: Ints) -> Floats:

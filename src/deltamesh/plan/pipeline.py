@@ -72,12 +72,14 @@ def plan_pipeline(forest: CutForest) -> list[PipelineLinks]:
 
     def shared(sender: int, receiver: int, *, through: bool) -> Ints:
         """Boundary states of the sender that the receiver continues."""
-        own = forest.exports[(owner == sender) & (enters == through)]
-        return np.intersect1d(own, imports[receiver], assume_unique=True)
+        own: Ints = forest.exports[(owner == sender) & (enters == through)]
+        states: Ints = np.intersect1d(own, imports[receiver], assume_unique=True)
+        return states
 
     def returned(importer: int, exporter: int, *, waits: bool) -> Ints:
-        both = np.intersect1d(imports[importer], exports[exporter], assume_unique=True)
-        return both[np.isin(both, awaited[importer]) == waits]
+        both: Ints = np.intersect1d(imports[importer], exports[exporter], assume_unique=True)
+        states: Ints = both[np.isin(both, awaited[importer]) == waits]
+        return states
 
     return [
         PipelineLinks(

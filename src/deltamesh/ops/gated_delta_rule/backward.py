@@ -109,7 +109,7 @@ class SliceBackward:
         Returns:
             Gradients of the given states, [num_given, H, K, V].
         """
-        self.add_export_gradients(d_exports)
+        self.add_export_gradients(d_exports, range(len(self.engine.schedule.exports)))
         self.run(entering=True, exporting=True)
         self.run(entering=False)
         return self.finish()
@@ -120,10 +120,10 @@ class SliceBackward:
             for index, run in self._reversed(entering=entering, exporting=exporting):
                 self._backward(index, run)
 
-    def add_export_gradients(self, d_exports: Tensor) -> None:
-        """Takes [n_exports, H, K, V], before anything that stands above an export runs."""
-        for state, gradient in zip(self.engine.schedule.exports, d_exports, strict=True):
-            self.states.add(state, gradient.clone())
+    def add_export_gradients(self, d_exports: Tensor, exports: Sequence[int]) -> None:
+        """Adds [n, H, K, V] to the gradients of exports, by position; before anything that stands above them runs."""
+        for n, gradient in zip(exports, d_exports, strict=True):
+            self.states.add(self.engine.schedule.exports[n], gradient.clone())
 
     def finish(self) -> Tensor:
         """Last of all; gives the gradients of the given states, [num_given, H, K, V]."""

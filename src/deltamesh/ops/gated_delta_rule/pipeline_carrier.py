@@ -6,6 +6,7 @@ receives, runs what waited, sends. Forward flows towards later ranks, backward t
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from deltamesh.distributed.collectives import Group, Pending, start_receive, start_send
@@ -42,7 +43,7 @@ class PipelineCarrier:
             block.engine.prepare_entering()
         for n, block in enumerate(blocks):
             block.engine.run_local(block.out, block.given, exporting=False)
-            incoming = block.receive(mail.received(n, block.num_carried), self)
+            incoming = block.receive(_in_order(mail.received(n), block), self)
             block.engine.run_entering(block.out, incoming, exporting=True)
             mail.send_waiting(n, [block.engine.export_states(m.states.tolist()) for m in way.send_waiting])
             block.engine.run_entering(block.out, incoming, exporting=False)
@@ -58,12 +59,20 @@ class PipelineCarrier:
         for n, block in enumerate(blocks):
             phases = block.phases
             phases.run(entering=False, exporting=False)
-            phases.add_export_gradients(mail.received(n, len(phases.engine.schedule.exports)))
+            for exports, gradients in mail.received(n):
+                phases.add_export_gradients(gradients, exports)
             phases.run(entering=True, exporting=True)
             mail.send_waiting(n, _import_gradients(block, way.send_waiting))
             phases.run(entering=False, exporting=True)
             block.d_given = phases.finish()
         mail.close()
+
+
+def _in_order(received: Sequence[tuple[list[int], Tensor]], block: ForwardBlock) -> Tensor:
+    """The carried states [Y, H, K, V]; each comes from its owner alone."""
+    found = {place: state for places, states in received for place, state in zip(places, states, strict=True)}
+    states = [found[place] for place in sorted(found)]
+    return torch.stack(states) if states else block.given.new_empty(0, *block.given.shape[1:])
 
 
 def _import_gradients(block: BackwardBlock, messages: Sequence[StateMessage]) -> list[Tensor]:
@@ -102,15 +111,11 @@ class Mail:
         """Sends a block of what waited for states of other ranks."""
         self._send(self._way.send_waiting, states)
 
-    def received(self, block: int, count: int) -> Tensor:
-        """Waits for all states of a block, [count, H, K, V]; what several ranks sent of one is added last rank first."""
-        states = self._like[block].new_zeros((count, *self._like[block].shape[1:]))
-        for message, pending in sorted(self._arriving[block], key=lambda arriving: -arriving[0].peer):
-            part = pending.wait()
-            for place, state in zip(message.states.tolist(), part, strict=True):
-                states[place] += state
-        self._arriving[block].clear()
-        return states
+    def received(self, block: int) -> list[tuple[list[int], Tensor]]:
+        """Waits for all states of a block: their positions and [n, H, K, V] from each peer, the last peer first."""
+        arriving = sorted(self._arriving[block], key=lambda each: -each[0].peer)
+        self._arriving[block] = []
+        return [(message.states.tolist(), pending.wait()) for message, pending in arriving]
 
     def close(self) -> None:
         """Waits until everything has left."""
