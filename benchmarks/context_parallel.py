@@ -1,12 +1,12 @@
 """Time the scan over two ranks against one process, op alone, forward and backward, alternating in one run.
 
-`python benchmarks/context_parallel.py` prints a table and writes benchmarks/results/context_parallel.json. Each rank has
-one thread, the one process has as many threads as there are ranks. Times are wall seconds, medians over alternating
+`python benchmarks/context_parallel.py` prints a table and writes benchmarks/results/context_parallel.json. Each rank
+has one thread, the one process has as many threads as there are ranks. Times are wall seconds, medians over alternating
 turns: in every turn each way runs once, the ranks start together, and the slowest rank counts.
 
-`one process`: the op on all rows. `scan`, `pipeline`: states go from slice to slice, slices of equal length. `all-to-all`:
-the baseline that needs neither: rows are exchanged for heads, the one-process op runs on all rows and a part of the
-heads, and the results are exchanged back.
+`one process`: the op on all rows. `scan`, `pipeline`: states go from slice to slice, slices of equal length.
+`all-to-all`: the baseline that needs neither: rows are exchanged for heads, the one-process op runs on all rows and a
+part of the heads, and the results are exchanged back.
 """
 
 import argparse
