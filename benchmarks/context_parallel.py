@@ -1,8 +1,12 @@
 """Time the scan over two ranks against one process, op alone, forward and backward, alternating in one run.
 
 `python benchmarks/context_parallel.py` prints a table and writes benchmarks/results/context_parallel.json. Each rank
-has one thread, the one process has as many threads as there are ranks. Times are wall seconds, medians over alternating
-turns: in every turn each way runs once, the ranks start together, and the slowest rank counts.
+has one thread, the one process as many threads as there are ranks. Times are medians over alternating turns: in every
+turn each way runs once, the ranks start together, and the slowest rank counts.
+
+`--clock wall` needs as many idle cores as there are ranks. `--clock cpu` does not: a rank's clock is its processor
+time, every message carries its sender's clock, and who waits for one sets its own clock to that plus 0.3 ms and 1 ns
+per byte. The one process then counts as its time with one thread over the number of ranks: no thread pool reaches that.
 
 `one process`: the op on all rows. `scan`, `pipeline`: states go from slice to slice, slices of equal length.
 `all-to-all`: the baseline that needs neither: rows are exchanged for heads, the one-process op runs on all rows and a
@@ -14,18 +18,20 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deltamesh.distributed import collectives
-from deltamesh.distributed.collectives import Group, all_to_all_rows
-from deltamesh.ops.gated_delta_rule import context_parallel, gated_delta_rule
+from deltamesh.distributed.collectives import Group, Pending, all_to_all_rows, start_receive, start_send
+from deltamesh.ops.gated_delta_rule import context_parallel, gated_delta_rule, pipeline_carrier, scan_carrier
 from deltamesh.testing.rank_pool import RankPool
 
 WAYS = ("pipeline", "scan", "all-to-all")
@@ -106,13 +112,16 @@ def to_heads(x: Tensor, group: Group) -> Tensor:
     _, rows, heads = x.shape[:3]
     parts = x[0].unflatten(1, (group.size, heads // group.size)).transpose(0, 1).flatten(0, 1)
     splits = [rows] * group.size
-    return all_to_all_rows(parts, splits, splits, group)[None]
+    return exchange_heads(parts, splits, splits, group)[None]
 
 
 def to_rows(x: Tensor, group: Group) -> Tensor:
     splits = [x.shape[1] // group.size] * group.size
-    parts = all_to_all_rows(x[0], splits, splits, group)
+    parts = exchange_heads(x[0].contiguous(), splits, splits, group)
     return parts.unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)[None]
+
+
+exchange_heads = all_to_all_rows
 
 
 def head_exchange(leaves: list[Tensor], case: Case, group: Group) -> Tensor:
@@ -124,6 +133,69 @@ def head_exchange(leaves: list[Tensor], case: Case, group: Group) -> Tensor:
         q, k, v.contiguous(), g[..., 0], beta[..., 0], cu_seqlens=case.cu_seqlens, parents=case.parents
     )
     return _HeadsForRows.apply(o, group)  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------- clocks
+
+_MESSAGE_SECONDS, _BYTE_SECONDS = 3e-4, 1e-9
+
+
+class Clock:
+    """Processor time of this rank, and what it would have waited for others that began at the same moment."""
+
+    def __init__(self) -> None:
+        self._zero = time.thread_time()
+
+    def now(self) -> float:
+        return time.thread_time() - self._zero
+
+    def wait_until(self, moment: float) -> None:
+        self._zero -= max(0.0, moment - self.now())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stamped:
+    """A message with its sender's clock; a `Pending` for the carrier."""
+
+    message: Pending
+    stamp: Pending
+    clock: Clock | None
+
+    def wait(self) -> Tensor:
+        data = self.message.wait()
+        stamp = self.stamp.wait()
+        if self.clock is not None:
+            self.clock.wait_until(stamp.item() + _MESSAGE_SECONDS + data.numel() * data.element_size() * _BYTE_SECONDS)
+        return data
+
+
+@contextmanager
+def stamped_messages(clock: Clock) -> Iterator[None]:
+    """All messages of the carriers and of the baseline set the clock."""
+
+    def send(x: Tensor, peer: int, group: Group) -> Stamped:
+        stamp = torch.tensor([clock.now()], dtype=torch.float64)
+        return Stamped(message=start_send(x, peer, group), stamp=start_send(stamp, peer, group), clock=None)
+
+    def receive(x: Tensor, peer: int, group: Group) -> Stamped:
+        stamp = torch.empty(1, dtype=torch.float64)
+        return Stamped(message=start_receive(x, peer, group), stamp=start_receive(stamp, peer, group), clock=clock)
+
+    def exchange(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> Tensor:
+        row = x[:1].numel() * x.element_size()
+        here = clock.now() + _MESSAGE_SECONDS + (sum(send) - send[group.rank]) * row * _BYTE_SECONDS
+        latest = collectives.all_reduce(torch.tensor([here], dtype=torch.float64), group, "max")
+        out = all_to_all_rows(x, send, recv, group)
+        clock.wait_until(latest.item())
+        return out
+
+    with (
+        mock.patch.object(pipeline_carrier, "start_send", send),
+        mock.patch.object(pipeline_carrier, "start_receive", receive),
+        mock.patch.object(scan_carrier, "all_to_all_rows", exchange),
+        mock.patch.dict(globals(), {"exchange_heads": exchange}),
+    ):
+        yield
 
 
 # ---------------------------------------------------------------- ranks
@@ -183,7 +255,20 @@ def count_bytes(case: Case) -> dict[str, int]:
     return {way: bytes_sent(ranks.group.rank, work) for way, work in ranks.works.items()}
 
 
-def time_ranks(case: Case, repeats: int) -> dict[str, list[float]]:
+def wall_time(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def cpu_time(work: Callable[[], object]) -> float:
+    clock = Clock()
+    with stamped_messages(clock):
+        work()
+    return clock.now()
+
+
+def time_ranks(case: Case, repeats: int, wall: bool) -> dict[str, list[float]]:
     """Runs on a rank: seconds of each turn on the slowest rank; between the turns of the ranks the one process runs."""
     ranks = Ranks(case)
     times: dict[str, list[float]] = {way: [] for way in [*ranks.works, "one process"]}
@@ -191,7 +276,7 @@ def time_ranks(case: Case, repeats: int) -> dict[str, list[float]]:
 
     def one_process() -> None:
         if ranks.group.rank == 0:
-            torch.set_num_threads(ranks.group.size)
+            torch.set_num_threads(ranks.group.size if wall else 1)
             o, _ = gated_delta_rule(*whole, cu_seqlens=case.cu_seqlens, parents=case.parents)
             torch.autograd.grad(o, whole, d_out)
             torch.set_num_threads(1)
@@ -200,12 +285,10 @@ def time_ranks(case: Case, repeats: int) -> dict[str, list[float]]:
     for turn in range(repeats + 1):
         for way, work in works.items():
             dist.barrier()
-            start = time.perf_counter()
-            work()
-            took = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-            slowest = collectives.all_reduce(took, ranks.group, "max")
+            seconds = wall_time(work) if wall else cpu_time(work)
+            slowest = collectives.all_reduce(torch.tensor([seconds], dtype=torch.float64), ranks.group, "max").item()
             if turn:
-                times[way].append(slowest.item())
+                times[way].append(slowest / (1 if wall or way != "one process" else ranks.group.size))
     return times
 
 
@@ -217,16 +300,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "context_parallel.json")
     args = parser.parse_args(argv)
     results = []
     print(
-        f"{args.heads} heads, K = V = {args.dim}, fp32; {args.ranks} ranks x 1 thread, 1 process x {args.ranks} threads"
+        f"{args.clock} clock, {args.heads} heads, K = V = {args.dim}, fp32; "
+        f"{args.ranks} ranks x 1 thread, 1 process x {args.ranks} threads"
     )
     print(f"{'case':<26}{'way':<13}{'s':>8}{'x one':>7}  {'MB sent per rank'}")
     with RankPool(args.ranks) as pool:
         for case in make_cases(args.scale, args.heads, args.dim):
-            times = pool.run(time_ranks, args.ranks, case, args.repeats, timeout=600)[0]
+            times = pool.run(time_ranks, args.ranks, case, args.repeats, args.clock == "wall", timeout=600)[0]
             sent = pool.run(count_bytes, args.ranks, case, timeout=300)
             alone = statistics.median(times["one process"])
             for way in ("one process", *WAYS):
@@ -251,7 +336,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "heads": args.heads,
         "dim": args.dim,
         "repeats": args.repeats,
-        "statistic": "median of wall seconds, forward and backward, slowest rank",
+        "clock": args.clock,
+        "statistic": "median of seconds, forward and backward, slowest rank",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "results": results,

@@ -195,7 +195,7 @@ def test_every_rank_sends_each_exported_state_once_to_each_direct_importer(
     """No transitions, nothing empty: per block of heads one message for each planned one, forward and backward."""
     dims = H, Hk, K, V = 6, 3, 5, 7
     forest = cut_forest(np.array(parents), np.array(cu[:-1]), np.diff(cu), np.array(cuts))
-    heads = [h.value.stop - h.value.start for h in Heads.split(Hk, H, pipeline_carrier.NUM_BLOCKS)]
+    heads = [h.value.stop - h.value.start for h in Heads.split(Hk, H, plan_pipeline(forest)[0].num_blocks)]
     assert len(heads) == 3
     last = forest.start + forest.length - 1
     for rank, (_, _, _, sent) in enumerate(rank_pool.run(run_slice, 4, cu, parents, cuts, dims, "pipeline")):

@@ -23,15 +23,13 @@ CarrierName = Literal["auto", "scan", "pipeline"]
 StateLinks = ScanLinks | PipelineLinks
 Floats = npt.NDArray[np.float64]
 
-NUM_BLOCKS = 8
-"""Blocks of heads of a pipeline; fewer where there are not as many key heads."""
-
 # Measured on a CPU with one thread per rank and gloo (H = 16, K = V = 128, fp32; benchmarks/context_parallel.py runs
 # the whole): the forward makes 27 GMAC/s of what `_Work` counts, the backward takes 2.4 times the forward, solving the
 # systems of the chunks, which needs no state, a fifth of the forward, and a message some 0.3 ms and 1 ns per byte.
-_SECONDS_PER_MAC = 1 / 27e9
-_BACKWARD = 2.4
-_STATELESS = 0.2
+_SECONDS_PER_MAC = 1 / 17e9
+_BACKWARD = 2.1
+_STATELESS = 0.17
+_BLOCK = 0.02  # of the work, for each block of heads after the first
 _MESSAGE_SECONDS = 3e-4
 _BYTE_SECONDS = 1e-9
 _CHUNK = 64
@@ -107,10 +105,10 @@ def pipeline_seconds(forest: CutForest, shape: RuleShape) -> float:
     """Predicted time of forward and backward of one layer on its slowest rank, by `pipeline`."""
     rows, work = _Rows.of(forest), _Work.of(shape)
     links = plan_pipeline(forest)
-    blocks = max(1, min(NUM_BLOCKS, shape.key_heads, shape.heads // 2))
+    blocks = max(1, min(links[0].num_blocks, shape.key_heads, shape.heads // 2))
     seconds_per_state = shape.heads * shape.key_dim * shape.value_dim * 4 / blocks * _BYTE_SECONDS
     latency = _MESSAGE_SECONDS
-    forward = work.forward / blocks
+    forward = work.forward / blocks * (1 + _BLOCK * (blocks - 1))
     ranks = range(forest.num_slices)
     total = 0.0
     for way, order, scale in (("forward", ranks, 1.0), ("backward", reversed(ranks), _BACKWARD)):

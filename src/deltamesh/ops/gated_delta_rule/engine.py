@@ -96,7 +96,7 @@ class SliceEngine:
         max_rows = max(1, per_batch // self.H)
         self.runs = schedule.runs(max_rows, _BATCHES_PER_RUN * max_rows)
         self.gates = GateTable([run.whole for run in self.runs], g, beta, self.dtype, backward=backward)
-        self.buffer = Workspace(self.dtype, self.device) if workspace is None else workspace
+        self.buffer = self.workspace = Workspace(self.dtype, self.device) if workspace is None else workspace
         # States that are not kept, and what makes them.
         self._producer = {
             group.states[0]: (index, member, group)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from deltamesh.distributed.collectives import Group, Pending, start_receive, start_send
 from deltamesh.ops.gated_delta_rule.blocks import BackwardBlock, ForwardBlock
-from deltamesh.plan.carrier import NUM_BLOCKS
 from deltamesh.plan.pipeline import PipelineDirection, PipelineLinks, StateMessage
 
 
@@ -24,11 +23,10 @@ class PipelineCarrier:
     Args:
         links: this rank's part of the plan.
         group: the cp group.
-        num_blocks: of heads; the start of the pipeline costs one of them.
     """
 
-    def __init__(self, links: PipelineLinks, group: Group, *, num_blocks: int = NUM_BLOCKS) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, links: PipelineLinks, group: Group) -> None:
+        self.num_blocks = links.num_blocks
         self._links = links
         self._group = group
 
