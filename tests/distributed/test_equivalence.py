@@ -66,7 +66,7 @@ PIPELINED = [t for t in TOPOLOGIES if t.cp > 1]
 
 @pytest.mark.parametrize("topology", PIPELINED, ids=str)
 def test_every_pipelined_topology_gives_the_one_process_result(rank_pool: RankPool, alone, topology: Topology) -> None:
-    scenario = Scenario(dtype="float64", lora=LORA, carrier="pipeline")
+    scenario = Scenario(dtype="float64", lora=TRAINED["lora"], carrier="pipeline")
     ranks = rank_pool.run(observe, topology.world_size, scenario, topology, timeout=90)
     check(ranks, alone("float64", "lora"), topology, scenario)
 

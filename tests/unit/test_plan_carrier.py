@@ -25,7 +25,8 @@ def test_many_slices_of_a_chain_are_scanned() -> None:
 
 
 def test_few_rows_are_scanned_because_messages_cost_more_than_work() -> None:
-    assert choose_carrier(chain(64, 4), "auto", RuleShape()) == "scan"
+    tiny = RuleShape(heads=4, key_heads=2, key_dim=8, value_dim=8)
+    assert choose_carrier(chain(64, 4), "auto", tiny) == "scan"
 
 
 def test_one_slice_runs_all_heads_at_once() -> None:

@@ -23,13 +23,16 @@ CarrierName = Literal["auto", "scan", "pipeline"]
 StateLinks = ScanLinks | PipelineLinks
 Floats = npt.NDArray[np.float64]
 
-# Measured on a CPU with one thread per rank and gloo (H = 16, K = V = 128, fp32; benchmarks/context_parallel.py runs
-# the whole): the forward makes 27 GMAC/s of what `_Work` counts, the backward takes 2.4 times the forward, solving the
-# systems of the chunks, which needs no state, a fifth of the forward, and a message some 0.3 ms and 1 ns per byte.
+# Measured on a CPU with one thread, processor time (H = 16, K = V = 128, fp32, 2048 rows that a state enters and leaves):
+# the forward makes 17 GMAC/s of what `_Work` counts and the backward takes 2.1 times as long; solving the systems of
+# the chunks, which needs no state, is 17% of the forward; E and M take 0.75 of the forward, as the gradient's second
+# pass does, near what `_Work` counts for them. Every block of heads after the first costs 2% of the work and 0.3 ms.
+# Assumed, not measured: a message over gloo on one machine takes 0.3 ms and 1 ns per byte.
 _SECONDS_PER_MAC = 1 / 17e9
 _BACKWARD = 2.1
 _STATELESS = 0.17
 _BLOCK = 0.02  # of the work, for each block of heads after the first
+_BLOCK_SECONDS = 3e-4
 _MESSAGE_SECONDS = 3e-4
 _BYTE_SECONDS = 1e-9
 _CHUNK = 64
@@ -138,7 +141,7 @@ def pipeline_seconds(forest: CutForest, shape: RuleShape) -> float:
                     sent[me, message.peer, True, block] = clock + latency + len(message.states) * seconds_per_state
                 clock += scale * forward * last[me]
             latest = max(latest, clock - solve)
-        total += latest
+        total += latest + _BLOCK_SECONDS * (blocks - 1)
     return total
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deltamesh.plan.pieces import Ints
-from deltamesh.plan.slices import CutForest, cut_forest
+from deltamesh.plan.slices import CutForest
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,6 +62,7 @@ def longest_chain(forest: CutForest) -> int:
     """Slices of which each waits for a state of the one before it, at most.
 
     Example:
+        >>> from deltamesh.plan.slices import cut_forest
         >>> longest_chain(cut_forest(np.array([-1]), np.array([0]), np.array([9]), np.array([0, 3, 3, 9])))
         2
     """
@@ -75,6 +76,7 @@ def plan_pipeline(forest: CutForest) -> list[PipelineLinks]:
     """The messages of every slice.
 
     Example:
+        >>> from deltamesh.plan.slices import cut_forest
         >>> forest = cut_forest(np.array([-1]), np.array([0]), np.array([9]), np.array([0, 3, 6, 9]))
         >>> [(m.peer, m.states.tolist()) for m in plan_pipeline(forest)[1].forward.send_waiting]
         [(2, [0])]

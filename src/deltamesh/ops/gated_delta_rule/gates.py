@@ -119,8 +119,8 @@ class GateTable:
         g_MHC, beta_MHC = (
             x.index_select(0, rows).to(dtype).view(-1, length, x.shape[1]).transpose(1, 2) for x in (g, beta)
         )
-        # Sums along a chain run row by row, whatever the number of heads; a product of few rows may be summed in another
-        # order than one of many.
+        # Sums along a chain run row by row, whatever the number of heads; a product of few rows may be summed in
+        # another order than one of many.
         chains = all(b.chains for _, b in members)
         G = g_MHC.cumsum(-1) if chains else (g_MHC @ ancestors.to(dtype).mT).contiguous()
         gamma = G.exp()
