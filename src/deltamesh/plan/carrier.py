@@ -23,7 +23,7 @@ CarrierName = Literal["auto", "scan", "pipeline"]
 StateLinks = ScanLinks | PipelineLinks
 Floats = npt.NDArray[np.float64]
 
-# Measured on a CPU with one thread, processor time (H = 16, K = V = 128, fp32, 2048 rows that a state enters and leaves):
+# Measured on a CPU with one thread, processor time (H = 16, K = V = 128, fp32, 2048 rows of a through path):
 # the forward makes 17 GMAC/s of what `_Work` counts and the backward takes 2.1 times as long; solving the systems of
 # the chunks, which needs no state, is 17% of the forward; E and M take 0.75 of the forward, as the gradient's second
 # pass does, near what `_Work` counts for them. Every block of heads after the first costs 2% of the work and 0.3 ms.
