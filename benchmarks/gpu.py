@@ -25,7 +25,7 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # before Triton is imported
 import torch
 from torch import Tensor
 
-from deltamesh.ops.gated_delta_rule import ScanContext, gated_delta_rule
+from deltamesh.ops.gated_delta_rule import ExchangeCarrier, ScanContext, gated_delta_rule
 from deltamesh.plan.pieces import Pieces, chain_pieces
 
 NAMES = ("q", "k", "v", "g", "beta")
@@ -72,7 +72,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 # ---------------------------------------------------------------- right
 
 
-class ChainCarrier:
+class ChainCarrier(ExchangeCarrier):
     """Carries the states of a chain whose slices run one after another in this process."""
 
     def __init__(self, board: dict[str, dict[int, Tensor]], rank: int) -> None:

@@ -11,7 +11,7 @@ from deltamesh.distributed.agreement import RankDisagreement
 from deltamesh.testing.equivalence import relative_error
 from deltamesh.testing.rank_pool import RankPool
 
-H, HK, K, V = 4, 2, 5, 7
+H, HK, K, V = 6, 3, 5, 7
 
 
 def inputs(rows: int, segments: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -26,17 +26,21 @@ def inputs(rows: int, segments: int) -> tuple[dict[str, Tensor], Tensor]:
         "q": draw(1, rows, HK, K),
         "k": torch.nn.functional.normalize(0.9 * common + 0.4 * draw(1, rows, HK, K), dim=-1),
         "v": draw(1, rows, H, V),
-        "g": -torch.tensor([0.0, 1e-4, 1e-3, 0.05], dtype=torch.float64).expand(1, rows, H).clone(),
+        "g": -torch.tensor([0.0, 1e-4, 1e-3, 0.05, 0.0, 1e-4], dtype=torch.float64).expand(1, rows, H).clone(),
         "beta": 0.05 * torch.ones(1, rows, H, dtype=torch.float64),
     }
     return tensors, draw(segments, H, K, V)
 
 
-def run(cu_seqlens: list[int], parents: list[int], cuts: list[int] | None, given: bool) -> dict[str, object]:
+def run(
+    cu_seqlens: list[int], parents: list[int], cuts: list[int] | None, given: bool, carrier: str
+) -> dict[str, object]:
     """One rank: outputs and gradients of its part."""
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     tensors, states = inputs(cu_seqlens[-1], len(parents))
-    context = ops.context_parallel(group, cu_seqlens=cu_seqlens, parents=parents, cuts=cuts, has_initial_state=given)
+    context = ops.context_parallel(
+        group, cu_seqlens=cu_seqlens, parents=parents, cuts=cuts, has_initial_state=given, carrier=carrier
+    )
     local = {name: x[:, context.rows].clone().requires_grad_() for name, x in tensors.items()}
     initial = states[list(context.given_segments)].clone().requires_grad_() if given else None
     o, final = ops.gated_delta_rule(
@@ -56,20 +60,33 @@ def run(cu_seqlens: list[int], parents: list[int], cuts: list[int] | None, given
     }
 
 
+def _one_row_nodes(count: int) -> tuple[list[int], list[int], list[int]]:
+    """A chain of one-row nodes, each with a one-row leaf, in depth-first order; cuts anywhere, one slice empty."""
+    parents = [-1]
+    for n in range(1, count):
+        parents.append(n - 1 if n % 2 else max(0, n - 2))
+    return list(range(count + 1)), parents, [0, count // 3, count // 3, count // 2 + 1, count]
+
+
 CASES = {
     "chain": ([0, 230], [-1], None),
     "packed": ([0, 70, 71, 200, 230], [-1, -1, -1, -1], None),
     "tree": ([0, 66, 67, 140, 200, 230], [-1, 0, 1, 1, 0], [0, 30, 150, 150, 230]),
+    "one-row nodes": _one_row_nodes(301),
+    "a rank without imports or exports": ([0, 60, 90, 130, 190], [-1, -1, -1, -1], [0, 60, 90, 130, 190]),
     "children anywhere": ([0, 40, 80, 120, 160, 200], [-1, -1, 0, 1, 2], [0, 41, 81, 121, 200]),
 }
 
 
+@pytest.mark.parametrize("carrier", ["scan", "pipeline"])
 @pytest.mark.parametrize("given", [False, True], ids=["zero states", "given states"])
 @pytest.mark.parametrize("case", CASES)
-def test_slices_of_a_process_group_give_the_one_process_scan(rank_pool: RankPool, case: str, given: bool) -> None:
+def test_slices_of_a_process_group_give_the_one_process_scan(
+    rank_pool: RankPool, case: str, given: bool, carrier: str
+) -> None:
     cu_seqlens, parents, cuts = CASES[case]
-    alone = rank_pool.run(run, 1, cu_seqlens, parents, None, given)[0]
-    ranks = rank_pool.run(run, 4, cu_seqlens, parents, cuts, given)
+    alone = rank_pool.run(run, 1, cu_seqlens, parents, None, given, "scan")[0]
+    ranks = rank_pool.run(run, 4, cu_seqlens, parents, cuts, given, carrier)
     roots = {i for i, p in enumerate(parents) if p < 0}
     assert sorted(s for seen in ranks for s in seen["final"]) == list(range(len(parents)))
     assert sorted(s for seen in ranks for s in seen["initial"]) == (sorted(roots) if given else [])
@@ -83,6 +100,16 @@ def test_slices_of_a_process_group_give_the_one_process_scan(rank_pool: RankPool
 
 def plan_with(bad_rank: int, bad: list[int], good: list[int]) -> None:
     ops.context_parallel(dist.group.WORLD, cu_seqlens=bad if dist.get_rank() == bad_rank else good)
+
+
+def carrier_with(bad_rank: int) -> None:
+    carrier = "pipeline" if dist.get_rank() == bad_rank else "scan"
+    ops.context_parallel(dist.group.WORLD, cu_seqlens=[0, 9], carrier=carrier)
+
+
+def test_ranks_with_another_carrier_are_told_on_all_ranks(rank_pool: RankPool) -> None:
+    outcomes = rank_pool.outcomes(carrier_with, 3, 1, timeout=10)
+    assert [type(o) for o in outcomes] == [RankDisagreement] * 3
 
 
 def test_ranks_with_other_segments_are_told_on_all_ranks(rank_pool: RankPool) -> None:
@@ -99,6 +126,7 @@ def test_ranks_with_other_segments_are_told_on_all_ranks(rank_pool: RankPool) ->
         ({"cu_seqlens": [0, 5, 5, 9]}, "segment 1 has no rows"),
         ({"cu_seqlens": [0, 5, 9], "parents": [-1, 1]}, "does not stand before its child"),
         ({"cu_seqlens": [0, 5, 9], "cuts": [0, 4, 9]}, "3 cuts are given for 1 ranks"),
+        ({"cu_seqlens": [0, 5, 9], "carrier": "ring"}, "carrier='ring' is not known; use one of auto, scan, pipeline"),
         ({"cu_seqlens": [0, 5, 9], "cuts": [0, 8]}, "from 0 to the number of rows, 9"),
     ],
 )

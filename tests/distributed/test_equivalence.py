@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deltamesh.models import ParamSpec, match_lora_targets, param_specs, tiny_config
 from deltamesh.models.lora_targets import lora_param_specs
+from deltamesh.plan.carrier import CarrierName
 from deltamesh.testing.equivalence import CUT_RULES, Scenario, both_factors_lora, compare, forked_inputs, observe
 from deltamesh.testing.rank_pool import RankPool
 from deltamesh.topology import Topology
@@ -60,22 +61,38 @@ def test_every_topology_gives_the_one_process_result(
     check(ranks, alone(dtype, trained), topology, scenario)
 
 
+PIPELINED = [t for t in TOPOLOGIES if t.cp > 1]
+
+
+@pytest.mark.parametrize("topology", PIPELINED, ids=str)
+def test_every_pipelined_topology_gives_the_one_process_result(rank_pool: RankPool, alone, topology: Topology) -> None:
+    scenario = Scenario(dtype="float64", lora=TRAINED["lora"], carrier="pipeline")
+    ranks = rank_pool.run(observe, topology.world_size, scenario, topology, timeout=90)
+    check(ranks, alone("float64", "lora"), topology, scenario)
+
+
+@pytest.mark.parametrize("carrier", ["scan", "pipeline"])
 @pytest.mark.parametrize("cuts", [rule for rule in CUT_RULES if rule != "balanced"])
 @pytest.mark.parametrize("topology", [Topology(cp=4), Topology(cp=8), Topology(cp=3, tp=2)], ids=str)
-def test_cuts_may_fall_anywhere(rank_pool: RankPool, alone, topology: Topology, cuts: str) -> None:
+def test_cuts_may_fall_anywhere(
+    rank_pool: RankPool, alone, topology: Topology, cuts: str, carrier: CarrierName
+) -> None:
     """Before, at and after forks, twice in one place, one row apart."""
-    scenario = Scenario(dtype="float64", cuts=cuts)
+    scenario = Scenario(dtype="float64", cuts=cuts, carrier=carrier)
     ranks = rank_pool.run(observe, topology.world_size, scenario, topology, timeout=90)
     check(ranks, alone("float64", "all"), topology, scenario)
 
 
+@pytest.mark.parametrize("carrier", ["scan", "pipeline"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("topology", [Topology(), Topology(cp=4, tp=2), Topology(dp=2, cp=3)], ids=str)
 def test_recomputation_changes_nothing(
-    rank_pool: RankPool, alone, topology: Topology, trained: str, recompute: str
+    rank_pool: RankPool, alone, topology: Topology, trained: str, recompute: str, carrier: CarrierName
 ) -> None:
-    scenario = Scenario(dtype="float64", lora=TRAINED[trained], recompute=recompute, cuts="after-forks")
+    scenario = Scenario(
+        dtype="float64", lora=TRAINED[trained], recompute=recompute, cuts="after-forks", carrier=carrier
+    )
     ranks = rank_pool.run(observe, topology.world_size, scenario, topology, timeout=90)
     check(ranks, alone("float64", trained), topology, scenario)
 
@@ -96,8 +113,9 @@ def test_the_shared_one_process_result_is_the_naive_unshared_one(rank_pool: Rank
     check(naive, alone("float64", trained), Topology(), scenario)
 
 
-def test_the_same_run_gives_the_same_bits(rank_pool: RankPool) -> None:
-    scenario, topology = Scenario(dtype="float32", cuts="at-forks"), Topology(cp=2, tp=2)
+@pytest.mark.parametrize("carrier", ["scan", "pipeline"])
+def test_the_same_run_gives_the_same_bits(rank_pool: RankPool, carrier: CarrierName) -> None:
+    scenario, topology = Scenario(dtype="float32", cuts="at-forks", carrier=carrier), Topology(cp=2, tp=2)
     first, second = (rank_pool.run(observe, 4, scenario, topology, timeout=90) for _ in range(2))
     for rank, (a, b) in enumerate(zip(first, second, strict=True)):
         assert a.keys() == b.keys()

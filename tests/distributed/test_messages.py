@@ -30,7 +30,9 @@ def count_exchanges(topology: Topology, recompute: str) -> tuple[list[int], list
         mock.patch.object(collectives, "all_to_all_rows", counting),
         mock.patch.object(scan_carrier, "all_to_all_rows", counting),
     ):
-        rank = TrainerRank.from_pretrained("tiny", topology=topology, recompute=recompute, cuts=CUT_RULES["at-forks"])
+        rank = TrainerRank.from_pretrained(
+            "tiny", topology=topology, recompute=recompute, cuts=CUT_RULES["at-forks"], carrier="scan"
+        )
         (batch,) = rank.forward_micro_batches([[x for group in forked_inputs() for x in group]])
         forward = list(sent)
         sent.clear()

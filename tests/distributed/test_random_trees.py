@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltamesh.models import param_specs, tiny_config
+from deltamesh.plan.carrier import CarrierName
 from deltamesh.testing.equivalence import Scenario, compare, observe
 from deltamesh.testing.rank_pool import RankPool
 from deltamesh.topology import Topology
@@ -31,9 +32,9 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], tuple[float, ...]]:
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=cases())
+@given(case=cases(), carrier=st.sampled_from(["scan", "pipeline"]))
 def test_random_trees_and_cuts_give_the_one_process_result(
-    rank_pool: RankPool, case: tuple[list[list[int]], tuple[float, ...]]
+    rank_pool: RankPool, case: tuple[list[list[int]], tuple[float, ...]], carrier: CarrierName
 ) -> None:
     sequences, cuts = case
     group = [
@@ -42,7 +43,7 @@ def test_random_trees_and_cuts_give_the_one_process_result(
     ]
     alone = rank_pool.run(observe, 1, Scenario(steps=1, inputs=[group]), Topology())[0]
     topology = Topology(cp=4)
-    ranks = rank_pool.run(observe, 4, Scenario(steps=1, inputs=[group], cuts=cuts), topology)
+    ranks = rank_pool.run(observe, 4, Scenario(steps=1, inputs=[group], cuts=cuts, carrier=carrier), topology)
     missed = [d for d in compare(ranks, alone, topology, param_specs(tiny_config())) if not d.error <= 1e-10]
     assert not missed, missed[:5]
 

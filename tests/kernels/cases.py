@@ -167,6 +167,7 @@ def kernel_results(
     device: str = "cpu",
 ) -> Results:
     """All phases of forward and backward, the carrier played by hand."""
+    from deltamesh.ops.gated_delta_rule.backward import Gradients
     from deltamesh.ops.gated_delta_rule.cuda.engine import FlaKept, FlaSliceBackward, FlaSliceEngine
     from deltamesh.ops.gated_delta_rule.cuda.schedule import FlaSchedule
 
@@ -190,7 +191,7 @@ def kernel_results(
     finals = forward.finals()
     backward = FlaSliceBackward(
         engine(),
-        dict(zip(NAMES, inputs, strict=True)),
+        Gradients(**{name: torch.empty_like(x) for name, x in zip(NAMES, inputs, strict=True)}),
         incoming=incoming,
         d_out=case.d_out.to(device),
         d_finals=case.d_finals.to(device),

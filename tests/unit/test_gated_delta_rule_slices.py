@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deltamesh.ops.gated_delta_rule import LocalCarrier, ScanContext, gated_delta_rule
+from deltamesh.ops.gated_delta_rule import ExchangeCarrier, LocalCarrier, ScanContext, gated_delta_rule
 from deltamesh.plan.pieces import Pieces, chain_pieces
 from deltamesh.plan.slices import CutForest, cut_forest
 from tests.forests import Forest, forests, make_forest
@@ -31,7 +31,7 @@ class Board:
     calls: list[tuple[str, int]] = field(default_factory=list)
 
 
-class BoardCarrier:
+class BoardCarrier(ExchangeCarrier):
     """Slices run in order, so everything that a slice needs is on the board when it asks."""
 
     def __init__(self, board: Board, rank: int) -> None:

@@ -85,6 +85,43 @@ def all_to_all_rows(x: Tensor, send_splits: Sequence[int], recv_splits: Sequence
     return out
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pending:
+    """A message on its way.
+
+    Attributes:
+        data: what is sent, not to be written before `wait`; or what arrives, not to be read before it.
+        work: torch's handle.
+    """
+
+    data: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """Returns the data once it has left or arrived."""
+        if self.work is not None:
+            self.work.wait()
+        return self.data
+
+
+def start_send(x: Tensor, peer: int, group: Group) -> Pending:
+    """Begins to send a contiguous tensor to a peer; messages between two ranks arrive in the order they were begun.
+
+    All ranks of a group must begin their messages in an order that agrees with one order of all messages: then no
+    backend waits for ever, not even one that works off everything begun on a group one by one.
+    """
+    if group.handle is None:
+        raise ValueError(f"a group of one process has no peer {peer}; a plan of one slice has no messages")
+    return Pending(data=x, work=dist.isend(x, group=group.handle, group_dst=peer))
+
+
+def start_receive(x: Tensor, peer: int, group: Group) -> Pending:
+    """Begins to receive into the contiguous tensor `x`; see `start_send`."""
+    if group.handle is None:
+        raise ValueError(f"a group of one process has no peer {peer}; a plan of one slice has no messages")
+    return Pending(data=x, work=dist.irecv(x, group=group.handle, group_src=peer))
+
+
 def all_gather_object(obj: Any, group: Group) -> list[Any]:
     """Every rank's picklable `obj`, in group order. For small control data, never for tensors."""
     if group.handle is None:

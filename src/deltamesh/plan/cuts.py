@@ -7,7 +7,7 @@ cuts are found by a few rounds of "cut at the quantiles, see which rows are cros
 import numpy as np
 
 from deltamesh.plan.cost import CostModel, Floats
-from deltamesh.plan.pieces import Ints
+from deltamesh.plan.pieces import Bools, Ints
 from deltamesh.plan.slices import CutForest, cut_forest
 from deltamesh.tree import PrefixTree
 
@@ -49,12 +49,14 @@ def quantile_cuts(cost_T: Floats, num_slices: int) -> Ints:
 
 def through_rows(forest: CutForest) -> Ints:
     """int64 [T]: 1 on rows that lie between a state that enters their slice and one that leaves it, else 0."""
-    leads_out = np.zeros(len(forest.start), dtype=np.bool_)
-    leads_out[forest.exports] = True
-    inside = (forest.parent >= 0) & ~forest.enters
-    for i in np.flatnonzero(inside)[::-1].tolist():  # descending: children before parents
-        leads_out[forest.parent[i]] |= leads_out[i]
-    return np.repeat(((forest.entry >= 0) & leads_out).astype(np.int64), forest.length)
+    return np.repeat(((forest.entry >= 0) & forest.exporting).astype(np.int64), forest.length)
+
+
+def slice_rows(forest: CutForest, pieces: Bools) -> Floats:
+    """float64 [P]: rows of each slice that lie in the chosen pieces."""
+    rows = np.zeros(forest.num_slices)
+    np.add.at(rows, forest.rank[pieces], forest.length[pieces])
+    return rows
 
 
 def slice_work(cost_T: Floats, cuts: Ints) -> Floats:

@@ -5,16 +5,17 @@ A pure function of token ids, targets and the degree: each rank computes the sam
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from deltamesh.plan.ancestors import AncestorPlan, plan_ancestors
+from deltamesh.plan.carrier import CarrierName, RuleShape, StateLinks, choose_carrier, plan_carrier
 from deltamesh.plan.cost import CostModel
 from deltamesh.plan.cuts import balanced_cuts, slice_work, through_rows
 from deltamesh.plan.halos import HaloPlan, plan_halos
-from deltamesh.plan.links import ScanLinks, plan_links
 from deltamesh.plan.pieces import Ints, Pieces
 from deltamesh.plan.slices import CutForest, cut_forest
 from deltamesh.tree import (
@@ -39,7 +40,7 @@ class SlicePlan:
         start, stop: rows of the stream that the slice owns.
         tokens: int64 [T], their token ids.
         positions: int64 [T], their depth on the path (rotary positions).
-        pieces, links: the scan of this slice and its exchanges.
+        pieces, links: the scan of this slice and the messages of its carrier.
         halo: the convolution's exchange and taps.
         ancestors: attention's exchange and segments.
         edge_rows: int64 [e], local row of each edge of this slice.
@@ -52,7 +53,7 @@ class SlicePlan:
     tokens: Ints
     positions: Ints
     pieces: Pieces
-    links: ScanLinks
+    links: StateLinks
     halo: HaloPlan
     ancestors: AncestorPlan
     edge_rows: Ints
@@ -70,6 +71,7 @@ class MicroBatchPlan:
         slices: one part per cp rank.
         edge_counts, hidden_counts: edges and wanted hidden rows of each slice (output routes).
         hidden_of: per sequence, index of each position into the wanted hidden rows of all slices; None if not wanted.
+        carrier: how boundary states are carried.
         work: planned cost of each slice.
         digest: hex digest of all of it; equal digests mean equal plans.
     """
@@ -81,6 +83,7 @@ class MicroBatchPlan:
     edge_counts: tuple[int, ...]
     hidden_counts: tuple[int, ...]
     hidden_of: tuple[Ints | None, ...]
+    carrier: Literal["scan", "pipeline"]
     work: tuple[float, ...]
     digest: str
 
@@ -99,6 +102,8 @@ def plan_micro_batch(
     cost: CostModel,
     hidden_wanted: Sequence[bool] | None = None,
     cuts: CutRule | None = None,
+    carrier: CarrierName = "scan",
+    shape: RuleShape | None = None,
 ) -> MicroBatchPlan:
     """Plans a micro-batch for `num_slices` cp ranks.
 
@@ -110,9 +115,11 @@ def plan_micro_batch(
         cost: how rows are weighed when the cuts are chosen.
         hidden_wanted: whether the hidden states of each sequence are wanted.
         cuts: places the cuts instead of the cost; given the tree and `num_slices`, returns int64 [num_slices + 1].
+        carrier: how boundary states are carried; "auto" compares costs, see `plan.carrier`.
+        shape: of the gated delta rule, for that comparison.
 
     Raises:
-        ValueError: an empty sequence, targets of another shape, impossible cuts.
+        ValueError: an empty sequence, targets of another shape, impossible cuts, an unknown carrier.
 
     Example:
         >>> plan = plan_micro_batch([[5, 6, 7], [5, 6, 8]], [None, None], num_slices=2, conv_width=4, cost=CostModel())
@@ -123,17 +130,22 @@ def plan_micro_batch(
     edges = build_edges(tree, targets)
     stream = build_stream(tree)
     cost_T = cost.rows(stream.position_T, edges.row_E)
-    chosen = balanced_cuts(tree, cost_T, cost, num_slices) if cuts is None else cuts(tree, num_slices)
-    if len(chosen) != num_slices + 1:
-        raise ValueError(f"{len(chosen)} cuts were given for {num_slices} slices; give {num_slices + 1}")
-    forest = cut_forest(tree.node_parent, tree.node_start, tree.node_length, chosen)
+    free = replace(cost, through=0.0)  # a pipeline computes no transitions
+    forest = _cut(tree, cost_T, free, num_slices, cuts)
+    carried_by = choose_carrier(forest, carrier, shape or RuleShape())
+    if carried_by == "pipeline":
+        cost = free
+    else:
+        forest = _cut(tree, cost_T, cost, num_slices, cuts)
+    chosen = forest.cuts
     wanted = [False] * tree.num_sequences if hidden_wanted is None else list(hidden_wanted)
     rows = all_sequence_rows(tree)
     hidden_rows = _hidden_rows(rows, wanted)
     edge_bounds = np.searchsorted(edges.row_E, chosen)
     hidden_bounds = np.searchsorted(hidden_rows, chosen)
     no_states = np.zeros(0, dtype=np.int64)
-    halos, ancestors, links = plan_halos(forest, conv_width), plan_ancestors(forest), plan_links(forest)
+    halos, ancestors = plan_halos(forest, conv_width), plan_ancestors(forest)
+    links = plan_carrier(forest, carried_by)
     slices = tuple(
         SlicePlan(
             start=start,
@@ -158,9 +170,19 @@ def plan_micro_batch(
         edge_counts=tuple(np.diff(edge_bounds).tolist()),
         hidden_counts=tuple(np.diff(hidden_bounds).tolist()),
         hidden_of=tuple(np.searchsorted(hidden_rows, rows.of(s)) if want else None for s, want in enumerate(wanted)),
+        carrier=carried_by,
         work=tuple(slice_work(cost_T + cost.through * through_rows(forest), chosen).tolist()),
-        digest=_digest(tree, edges, forest, hidden_rows, halos, ancestors),
+        digest=_digest(tree, edges, forest, hidden_rows, halos, ancestors, carried_by),
     )
+
+
+def _cut(
+    tree: PrefixTree, cost_T: npt.NDArray[np.float64], cost: CostModel, num_slices: int, cuts: CutRule | None
+) -> CutForest:
+    chosen = balanced_cuts(tree, cost_T, cost, num_slices) if cuts is None else cuts(tree, num_slices)
+    if len(chosen) != num_slices + 1:
+        raise ValueError(f"{len(chosen)} cuts were given for {num_slices} slices; give {num_slices + 1}")
+    return cut_forest(tree.node_parent, tree.node_start, tree.node_length, chosen)
 
 
 def _hidden_rows(rows: SequenceRows, wanted: list[bool]) -> Ints:
@@ -175,8 +197,9 @@ def _digest(
     hidden_rows: Ints,
     halos: list[HaloPlan],
     ancestors: list[AncestorPlan],
+    carrier: str,
 ) -> str:
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(carrier.encode())
     exchanges = [plan.exchange for plan in halos] + [plan.exchange for plan in ancestors]
     splits = [np.array([exchange.send_splits, exchange.recv_splits]) for exchange in exchanges]
     arrays = [

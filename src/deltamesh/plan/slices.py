@@ -57,6 +57,15 @@ class CutForest:
         """int64 [m]: pieces whose last state some later slice continues (boundary states), ascending."""
         return np.unique(self.parent[self.enters])
 
+    @cached_property
+    def exporting(self) -> Bools:
+        """bool [n]: pieces that are exported or have an exported piece below them in their slice."""
+        mask = np.zeros(len(self.start), dtype=np.bool_)
+        mask[self.exports] = True
+        for i in np.flatnonzero((self.parent >= 0) & ~self.enters)[::-1].tolist():  # children before parents
+            mask[self.parent[i]] |= mask[i]
+        return mask
+
     def imports(self, rank: int) -> Ints:
         """int64: the boundary states that pieces of slice `rank` continue, ascending."""
         return np.unique(self.parent[self.enters & (self.rank == rank)])

@@ -13,6 +13,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from deltamesh.models.sharding import ParamSpec, take_local
+from deltamesh.plan.carrier import CarrierName
 from deltamesh.plan.pieces import Ints
 from deltamesh.plan.plan import CutRule
 from deltamesh.topology import Topology
@@ -30,7 +31,7 @@ class Scenario:
         model: as in `TrainerRank.from_pretrained`.
         dtype: "float64", "float32" or "bfloat16".
         lora: the adapter, or None to train every parameter.
-        recompute, backend, max_rows, seed: as in `TrainerRank.from_pretrained`.
+        recompute, backend, max_rows, seed, carrier: as in `TrainerRank.from_pretrained`.
         cuts: a name among `CUT_RULES`, or the cuts as fractions of the rows, ascending.
         steps: optimizer steps.
         inputs: items to run.
@@ -44,6 +45,7 @@ class Scenario:
     max_rows: int = 16384
     seed: int = 0
     cuts: str | tuple[float, ...] = "balanced"
+    carrier: CarrierName = "scan"
     steps: int = 3
     inputs: Sequence[Sequence[ForwardInput]] = field(default_factory=lambda: forked_inputs())
 
@@ -149,6 +151,7 @@ def observe(scenario: Scenario, topology: Topology) -> dict[str, Tensor]:
         backend=scenario.backend,
         max_rows=scenario.max_rows,
         seed=scenario.seed,
+        carrier=scenario.carrier,
         cuts=CUT_RULES[scenario.cuts] if isinstance(scenario.cuts, str) else partial(_cuts_at, scenario.cuts),
     )
     seen: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
 """From a name to this rank's part of a model with weights and adapter."""
 
 from dataclasses import dataclass, fields
-from typing import cast
+from typing import cast, get_args
 
 import torch
 from peft import LoraConfig
@@ -15,6 +15,7 @@ from deltamesh.models.lora import add_lora
 from deltamesh.models.lora_targets import LoraTargets
 from deltamesh.models.qwen3_5 import Recompute
 from deltamesh.models.weights import load_directory
+from deltamesh.plan.carrier import CarrierName, RuleShape
 from deltamesh.plan.cost import CostModel
 from deltamesh.plan.plan import CutRule
 
@@ -32,6 +33,7 @@ class ModelSettings:
     seed: int = 0
     backend: str = "torch"
     cuts: CutRule | None = None
+    carrier: CarrierName = "auto"
 
     def shared(self) -> dict[str, object]:
         """What must be the same on every rank."""
@@ -54,6 +56,10 @@ def build_model(settings: ModelSettings, mesh: Mesh) -> tuple[HybridCausalLM, Lo
         raise ValueError(f"dtype={settings.dtype} is not supported; use torch.float64, torch.float32 or torch.bfloat16")
     if settings.max_rows < 1:
         raise ValueError(f"max_rows={settings.max_rows} must be at least 1")
+    if settings.carrier not in get_args(CarrierName):
+        raise ValueError(f"carrier={settings.carrier!r} is not known; use one of {', '.join(get_args(CarrierName))}")
+    if settings.backend == "fla" and settings.carrier == "pipeline":
+        raise ValueError("carrier='pipeline' does not drive the kernels of backend='fla'; use carrier='scan' or 'auto'")
     config = load_config(settings.name_or_path)
     mesh.topology.check_model(config)
     if settings.name_or_path in built_in_configs() and settings.name_or_path != "tiny":
@@ -82,6 +88,16 @@ def _device(settings: ModelSettings) -> torch.device:
     if settings.device is not None:
         return torch.device(settings.device)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def rule_shape(config: Qwen3_5TextConfig, tp: int) -> RuleShape:
+    """What a rank has of the gated delta rule of one layer."""
+    return RuleShape(
+        heads=config.linear_num_value_heads // tp,
+        key_heads=config.linear_num_key_heads // tp,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+    )
 
 
 def cost_model(config: Qwen3_5TextConfig) -> CostModel:

@@ -14,13 +14,15 @@ from deltamesh.distributed.mesh import Mesh, build_mesh, world_group
 from deltamesh.models import HybridCausalLM
 from deltamesh.models.lora_targets import LoraTargets
 from deltamesh.ops.context import SliceContext
+from deltamesh.ops.gated_delta_rule.context import wanted_carrier
+from deltamesh.plan.carrier import CarrierName
 from deltamesh.plan.plan import CutRule, MicroBatchPlan, plan_micro_batch
 from deltamesh.topology import Topology
 from deltamesh.train import saving
 from deltamesh.train.micro_batches import CheckedInput, Deal, Item, MicroBatch, check_inputs, deal
 from deltamesh.train.optim import AdamParams, ShardedAdamW, StepResult
 from deltamesh.train.outputs import source_order_outputs
-from deltamesh.train.setup import ModelSettings, build_model, cost_model
+from deltamesh.train.setup import ModelSettings, build_model, cost_model, rule_shape
 
 
 class TrainerRank:
@@ -63,6 +65,7 @@ class TrainerRank:
         seed: int = 0,
         backend: str = "torch",
         cuts: CutRule | None = None,
+        carrier: CarrierName = "auto",
     ) -> "TrainerRank":
         """Builds this rank's part of a model and loads its weights.
 
@@ -77,6 +80,7 @@ class TrainerRank:
             seed: of random weights and of the adapter.
             backend: of the ops.
             cuts: places the cuts of a tree, given (tree, cp); by default they balance the cost.
+            carrier: how states go from slice to slice, "auto", "scan" or "pipeline"; see `ops.context_parallel`.
 
         Raises:
             ValueError: a topology that fits neither the world nor the model, an unsupported configuration or adapter,
@@ -85,7 +89,7 @@ class TrainerRank:
         world = world_group()
         settings = ModelSettings(
             name_or_path=str(name_or_path), lora=lora, dtype=dtype, device=device, recompute=recompute,
-            max_rows=max_rows, seed=seed, backend=backend, cuts=cuts,
+            max_rows=max_rows, seed=seed, backend=backend, cuts=cuts, carrier=carrier,
         )  # fmt: skip
         resolved = agree(
             lambda: _resolved(topology, world.size),
@@ -209,6 +213,8 @@ class TrainerRank:
             cost=self._cost,
             hidden_wanted=[x.source.hidden_states for x in checked],
             cuts=self.settings.cuts,
+            carrier=wanted_carrier(self.settings.carrier, self.device),
+            shape=rule_shape(self.model.config, self.mesh.tp.size),
         )
 
     @staticmethod

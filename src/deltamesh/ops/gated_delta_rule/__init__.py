@@ -1,6 +1,7 @@
 """The gated delta rule: chains, packed sequences, prefix trees, and slices of them."""
 
 from deltamesh.ops.gated_delta_rule.carrier import Carrier as Carrier
+from deltamesh.ops.gated_delta_rule.carrier import ExchangeCarrier as ExchangeCarrier
 from deltamesh.ops.gated_delta_rule.carrier import LocalCarrier as LocalCarrier
 from deltamesh.ops.gated_delta_rule.context import ScanContext as ScanContext
 from deltamesh.ops.gated_delta_rule.context_parallel import ContextParallel as ContextParallel

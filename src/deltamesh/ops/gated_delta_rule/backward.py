@@ -15,7 +15,7 @@ G enters through D and gamma; the gradient of every exponent is its factor times
 whose exponent is zero, are left out rather than cancelled: under strong decay they outweigh all others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,19 +64,19 @@ class SliceBackward:
 
     Args:
         engine: made for a backward, with the forward's inputs and what it kept.
-        inputs: q, k, v, g, beta by name.
+        grads: places for the gradients of q, k, v, g and beta, any strides; all of them are filled.
         incoming: [num_slots, H, K, V], the states of all slots in the forward.
         d_out: [T, H, V].
         d_finals: [n_finals, H, K, V].
     """
 
     def __init__(
-        self, engine: SliceEngine, inputs: dict[str, Tensor], *, incoming: Tensor, d_out: Tensor, d_finals: Tensor
+        self, engine: SliceEngine, grads: Gradients, *, incoming: Tensor, d_out: Tensor, d_finals: Tensor
     ) -> None:
         self.engine = engine
+        self.grads = grads
         self.incoming = incoming
         self.d_out = d_out
-        self.grads = Gradients(**{n: engine.fresh(x.shape, x.dtype) for n, x in inputs.items()})
         self.states = StateGradients()
         self.slots = StateGradients()
         for state, gradient in zip(engine.schedule.finals, d_finals, strict=True):
@@ -101,7 +101,7 @@ class SliceBackward:
             from_partial = partial.pop(-1 - slot)
             if from_partial is not None:
                 self.slots.add(slot, from_partial)
-        return self._slot_gradients(schedule.num_given, schedule.num_slots)
+        return self.slot_gradients(range(schedule.num_given, schedule.num_slots))
 
     def after_exchange(self, d_exports: Tensor) -> Tensor:
         """The rest, with the gradients of the exports [n_exports, H, K, V].
@@ -109,15 +109,36 @@ class SliceBackward:
         Returns:
             Gradients of the given states, [num_given, H, K, V].
         """
-        for state, gradient in zip(self.engine.schedule.exports, d_exports, strict=True):
-            self.states.add(state, gradient.clone())
+        self.add_export_gradients(d_exports, range(len(self.engine.schedule.exports)))
+        self.run(entering=True, exporting=True)
+        self.run(entering=False)
+        return self.finish()
+
+    def run(self, *, entering: bool, exporting: bool | None = None) -> None:
+        """The whole backward of the chunks of a kind; what stands below them must have run."""
         with self.engine.precise():
-            for index, run in self._reversed(entering=True, exporting=True):
+            for index, run in self._reversed(entering=entering, exporting=exporting):
                 self._backward(index, run)
-            for index, run in self._reversed(entering=False):
-                self._backward(index, run)
+
+    def add_export_gradients(self, d_exports: Tensor, exports: Sequence[int]) -> None:
+        """Adds [n, H, K, V] to the gradients of exports, by position; before anything that stands above them runs."""
+        for n, gradient in zip(exports, d_exports, strict=True):
+            self.states.add(self.engine.schedule.exports[n], gradient.clone())
+
+    def finish(self) -> Tensor:
+        """Last of all; gives the gradients of the given states, [num_given, H, K, V]."""
         self.engine.gates.store_gradients(self.grads.g, self.grads.beta)
-        return self._slot_gradients(0, self.engine.schedule.num_given)
+        return self.slot_gradients(range(self.engine.schedule.num_given))
+
+    def slot_gradients(self, slots: Sequence[int]) -> Tensor:
+        """Gives up the gradients [n, H, K, V] of some slots, once everything that starts from them has run."""
+        e = self.engine
+        gradients = torch.zeros(len(slots), e.H, e.K, e.V, dtype=e.dtype, device=e.device)
+        for place, slot in enumerate(slots):
+            found = self.slots.pop(slot)
+            if found is not None:
+                gradients[place] = found
+        return gradients
 
     # One run of chunks
 
@@ -295,7 +316,10 @@ class SliceBackward:
     def _give_to_parents(self, batch: ChunkBatch, dS: Tensor) -> None:
         e = self.engine
         table, numbers = (self.slots, batch.slots) if batch.slots is not None else (self.states, batch.parents)
-        for number, gradient in zip(numbers or (), dS.view(batch.count, e.H, e.K, e.V), strict=True):
+        pairs = list(zip(numbers or (), dS.view(batch.count, e.H, e.K, e.V), strict=True))
+        # Last child first: children on later slices, whose sum an export begins with, then stand where they would
+        # stand in one slice.
+        for number, gradient in reversed(pairs):
             table.add(number, gradient)
 
     def _store_qk(
@@ -312,12 +336,3 @@ class SliceBackward:
 
     def _reversed(self, *, entering: bool, exporting: bool | None = None) -> Iterator[tuple[int, Run]]:
         return reversed(list(self.engine.numbered(entering=entering, exporting=exporting)))
-
-    def _slot_gradients(self, start: int, stop: int) -> Tensor:
-        e = self.engine
-        gradients = torch.zeros(stop - start, e.H, e.K, e.V, dtype=e.dtype, device=e.device)
-        for slot in range(start, stop):
-            found = self.slots.pop(slot)
-            if found is not None:
-                gradients[slot - start] = found
-        return gradients

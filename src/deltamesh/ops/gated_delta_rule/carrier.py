@@ -1,22 +1,47 @@
 """What stands between slices: a carrier brings boundary states in and takes their gradients out.
 
-The engine runs one slice and knows no ranks. It calls `incoming` exactly once in every forward and
-`outgoing_gradient` exactly once in every backward, with zero rows, states or slots if need be, so that a carrier may
-enter a collective there.
+The engine runs one slice and knows no ranks. The carrier drives its phases, so that it can send and receive between
+them: all heads at once around one exchange (`ExchangeCarrier`), or a block of heads after the other.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from deltamesh.ops.gated_delta_rule.blocks import BackwardBlock, ForwardBlock
+
 
 class Carrier(Protocol):
-    """Moves boundary states between the slices of a stream.
+    """Drives the phases of a slice and moves boundary states between the slices of a stream.
 
-    Letters: X exports of this slice, W of them "through" (their path enters this slice at a carried slot), Y carried
-    slots (all slots but the given ones), H value heads, K key dim, V value dim. All tensors are fp32, or fp64.
+    A slice without rows, imports or exports is driven like any other, so that a carrier may enter a collective there.
     """
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of heads that the carrier wants, fewer where there are not as many key heads."""
+        ...
+
+    def run_forward(self, blocks: Sequence[ForwardBlock]) -> None:
+        """Runs every engine to its end and leaves `incoming` in every block."""
+        ...
+
+    def run_backward(self, blocks: Sequence[BackwardBlock]) -> None:
+        """Runs every backward to its end and leaves `d_given` in every block."""
+        ...
+
+
+class ExchangeCarrier(ABC):
+    """All heads in one block around one exchange each way; `incoming` and `outgoing_gradient` are it.
+
+    Letters as in `blocks`.
+    """
+
+    num_blocks = 1
+
+    @abstractmethod
     def incoming(self, states: Tensor, transitions: Tensor) -> Tensor:
         """Gives the true states of the carried slots, [Y, H, K, V].
 
@@ -25,8 +50,8 @@ class Carrier(Protocol):
                 its slot held zero. The true state of a through export is `E + M @ state_of_its_slot`.
             transitions: M [W, H, K, K] of the through exports, in the order of the exports.
         """
-        ...
 
+    @abstractmethod
     def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Tensor:
         """Gives the whole gradient of each export, [X, H, K, V].
 
@@ -35,10 +60,24 @@ class Carrier(Protocol):
                 The whole gradient of a slot is that plus `M^T @ d_export` over the through exports that enter at it.
             transitions: as in `incoming`.
         """
-        ...
+
+    def run_forward(self, blocks: Sequence[ForwardBlock]) -> None:
+        """Calls `incoming` exactly once, with zero states if need be."""
+        for block in blocks:
+            engine = block.engine
+            engine.run_local(block.out, block.given)
+            through_states, block.transitions = engine.transitions()
+            carried = self.incoming(engine.exported(through_states), block.transitions)
+            engine.run_entering(block.out, block.receive(carried, self))
+
+    def run_backward(self, blocks: Sequence[BackwardBlock]) -> None:
+        """Calls `outgoing_gradient` exactly once, with zero states if need be."""
+        for block in blocks:
+            d_carried = block.phases.before_exchange()
+            block.d_given = block.phases.after_exchange(self.outgoing_gradient(d_carried, block.transitions))
 
 
-class LocalCarrier:
+class LocalCarrier(ExchangeCarrier):
     """The carrier of a slice that is the whole stream: nothing enters, nothing leaves."""
 
     def incoming(self, states: Tensor, transitions: Tensor) -> Tensor:

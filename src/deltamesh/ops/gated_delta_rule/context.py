@@ -9,10 +9,12 @@ import torch
 
 from deltamesh.distributed.collectives import Group
 from deltamesh.ops.gated_delta_rule.carrier import Carrier, LocalCarrier
+from deltamesh.ops.gated_delta_rule.pipeline_carrier import PipelineCarrier
 from deltamesh.ops.gated_delta_rule.scan_carrier import ScanCarrier
 from deltamesh.ops.gated_delta_rule.schedule import Schedule
-from deltamesh.plan.links import ScanLinks
+from deltamesh.plan.carrier import CarrierName, StateLinks
 from deltamesh.plan.pieces import Pieces
+from deltamesh.plan.pipeline import PipelineLinks
 
 if TYPE_CHECKING:
     from deltamesh.ops.gated_delta_rule.cuda.schedule import FlaSchedule
@@ -73,6 +75,18 @@ class ScanContext:
         )
 
     @staticmethod
-    def from_plan(pieces: Pieces, links: ScanLinks, *, group: Group, device: torch.device) -> "ScanContext":
+    def from_plan(pieces: Pieces, links: StateLinks, *, group: Group, device: torch.device) -> "ScanContext":
         """One rank's slice of a plan, its states carried over `group`."""
-        return ScanContext.build(pieces, device=device, carrier=ScanCarrier(links, group, device))
+        return ScanContext.build(pieces, device=device, carrier=make_carrier(links, group, device))
+
+
+def wanted_carrier(carrier: CarrierName, device: torch.device) -> CarrierName:
+    """What "auto" means on a device: the costs that it compares are a CPU's; a GPU has multiprocessors to spare."""
+    return "scan" if carrier == "auto" and device.type != "cpu" else carrier
+
+
+def make_carrier(links: StateLinks, group: Group, device: torch.device) -> Carrier:
+    """The carrier that a plan is for."""
+    if isinstance(links, PipelineLinks):
+        return PipelineCarrier(links, group)
+    return ScanCarrier(links, group, device)

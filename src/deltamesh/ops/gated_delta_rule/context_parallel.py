@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,11 +12,10 @@ from torch import Tensor
 
 from deltamesh.distributed.agreement import agree
 from deltamesh.distributed.collectives import Group
-from deltamesh.ops.gated_delta_rule.context import ScanContext
-from deltamesh.ops.gated_delta_rule.scan_carrier import ScanCarrier
+from deltamesh.ops.gated_delta_rule.context import ScanContext, make_carrier, wanted_carrier
 from deltamesh.ops.gated_delta_rule.schedule import Schedule
 from deltamesh.ops.gated_delta_rule.segments import check_offsets, check_parents
-from deltamesh.plan.links import plan_links
+from deltamesh.plan.carrier import CarrierName, RuleShape, choose_carrier, plan_carrier
 from deltamesh.plan.pieces import Ints
 from deltamesh.plan.slices import CutForest, cut_forest
 
@@ -44,6 +44,8 @@ def context_parallel(
     cuts: Tensor | Sequence[int] | None = None,
     has_initial_state: bool = False,
     device: torch.device | str = "cpu",
+    carrier: CarrierName = "auto",
+    shape: RuleShape | None = None,
 ) -> ContextParallel:
     """Plans the scan of packed segments over the ranks of a process group; all of them call it, with equal arguments.
 
@@ -57,9 +59,13 @@ def context_parallel(
         cuts: [size + 1]; by default slices of equal length.
         has_initial_state: whether root segments start from given states instead of zero.
         device: of the tensors that will be passed.
+        carrier: how states go from slice to slice: "scan", by one exchange each way and some further work; "pipeline",
+            a block of heads after the other, slices waiting for each other; "auto", the one that is expected to be
+            faster (on a GPU always "scan": the work costs it less than the waits).
+        shape: of the tensors that will be passed, for that expectation.
 
     Raises:
-        ValueError: offsets, parents or cuts that do not fit, the same on every rank.
+        ValueError: offsets, parents, cuts or a carrier that do not fit, the same on every rank.
         RankDisagreement: ranks were given different arguments.
 
     Example:
@@ -70,18 +76,23 @@ def context_parallel(
     cp = Group.single()
     if group is not None:
         cp = Group(rank=dist.get_rank(group), size=dist.get_world_size(group), handle=group)
-    forest = agree(lambda: _forest(cp.size, cu_seqlens, parents, cuts), _digest, cp, what="the plan of the scan")
+    where = torch.device(device)
+
+    def plan() -> tuple[CutForest, Literal["scan", "pipeline"]]:
+        forest = _forest(cp.size, cu_seqlens, parents, cuts)
+        return forest, choose_carrier(forest, wanted_carrier(carrier, where), shape or RuleShape())
+
+    forest, carried_by = agree(plan, lambda p: p[1] + _digest(p[0]), cp, what="the plan of the scan")
     last = np.flatnonzero(np.append(np.diff(forest.node) > 0, True))  # the last piece of each segment
     roots = np.flatnonzero(forest.parent < 0)
     mine = np.flatnonzero(forest.rank == cp.rank)
     given = roots[forest.rank[roots] == cp.rank] if has_initial_state else roots[:0]
     finals = last[forest.rank[last] == cp.rank]
     pieces = forest.slice_pieces(cp.rank, given)
-    where = torch.device(device)
     first = int(mine[0]) if len(mine) else 0
     return ContextParallel(
         schedule=Schedule(pieces, where, num_given=len(given), finals=(finals - first).tolist()),
-        carrier=ScanCarrier(plan_links(forest)[cp.rank], cp, where),
+        carrier=make_carrier(plan_carrier(forest, carried_by)[cp.rank], cp, where),
         rows=slice(int(forest.cuts[cp.rank]), int(forest.cuts[cp.rank + 1])),
         given_segments=tuple(forest.node[given].tolist()),
         final_segments=tuple(forest.node[finals].tolist()),

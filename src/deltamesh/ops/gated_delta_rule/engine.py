@@ -15,7 +15,7 @@ The map from S to S' is affine. Its linear part M follows from the same formulas
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -64,6 +64,7 @@ class SliceEngine:
         kept: filled by the forward, read by the backward.
         keep: whether a backward will come.
         backward: whether this is the engine of a backward.
+        workspace: of another engine of this slice, to share; two of them never work at the same time.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class SliceEngine:
         kept: Kept,
         keep: bool = True,
         backward: bool = False,
+        workspace: Workspace | None = None,
     ) -> None:
         self.schedule = schedule
         self.q, self.k, self.v = q, k, v
@@ -94,7 +96,7 @@ class SliceEngine:
         max_rows = max(1, per_batch // self.H)
         self.runs = schedule.runs(max_rows, _BATCHES_PER_RUN * max_rows)
         self.gates = GateTable([run.whole for run in self.runs], g, beta, self.dtype, backward=backward)
-        self.buffer = Workspace(self.dtype, self.device)
+        self.buffer = self.workspace = Workspace(self.dtype, self.device) if workspace is None else workspace
         # States that are not kept, and what makes them.
         self._producer = {
             group.states[0]: (index, member, group)
@@ -114,14 +116,20 @@ class SliceEngine:
 
     # Phases
 
-    def run_local(self, out: Tensor, given: Tensor) -> None:
+    def run_local(self, out: Tensor, given: Tensor, *, exporting: bool | None = None) -> None:
         """Everything that needs no carried state; fills its rows of `out` [T, H, V].
 
-        `given` is [num_given, H, K, V].
+        `given` is [num_given, H, K, V]. With `exporting`, only what stands above an export, or only the rest, after it.
         """
         with self.precise():
-            for index, run in self.numbered(entering=False):
+            for index, run in self.numbered(entering=False, exporting=exporting):
                 self._forward(index, run, out, given)
+
+    def prepare_entering(self) -> None:
+        """The part of `run_entering` that needs no state: the systems of its chunks are solved."""
+        with self.precise():
+            for index, run in self.numbered(entering=True):
+                self._solve_from(index, self.load_k(run.whole), self._decays(index))
 
     def transitions(self) -> tuple[Tensor, Tensor]:
         """E [n_through, H, K, V] and M [n_through, H, K, K] of the exports whose path enters at a carried slot."""
@@ -148,10 +156,14 @@ class SliceEngine:
         states = [through[n] if n in through else self.kept.states[s] for n, s in enumerate(self.schedule.exports)]
         return self._stack(states, *self.state_shape)
 
-    def run_entering(self, out: Tensor, incoming: Tensor) -> None:
-        """The rest, with the states of all slots [num_slots, H, K, V]."""
+    def export_states(self, exports: Sequence[int]) -> Tensor:
+        """[n, H, K, V]: true states of some exports, by position, once what stands above them has run."""
+        return self._stack([self.kept.states[self.schedule.exports[n]] for n in exports], *self.state_shape)
+
+    def run_entering(self, out: Tensor, incoming: Tensor, *, exporting: bool | None = None) -> None:
+        """The rest, with the states of all slots [num_slots, H, K, V]; `exporting` as in `run_local`."""
         with self.precise():
-            for index, run in self.numbered(entering=True):
+            for index, run in self.numbered(entering=True, exporting=exporting):
                 self._forward(index, run, out, incoming)
 
     def finals(self) -> Tensor:
@@ -165,7 +177,7 @@ class SliceEngine:
         gates, B = self.gates[index], run.whole.count * self.H
         qk, _ = self.load_qk(whole)
         gram = self.gram(qk, whole)
-        D = gates.decays(self.buffer("D", whole.count, H, C, C))
+        D = self._decays(index)
         solve = self.kept.solve.get(index)
         if solve is None:
             solve = self._solve(index, gates, D, gram[:, :, C:])
@@ -226,10 +238,8 @@ class SliceEngine:
     def _through(self, index: int, run: Run, wide: dict[int, Tensor]) -> None:
         whole, C, H = run.whole, run.whole.length, self.H
         gates, B, both = self.gates[index], run.whole.count * self.H, self.V + self.K
-        k = self.load_k(whole)
-        gram = torch.bmm(k, k.mT, out=self.buffer("gram", len(k), C, C)).view(-1, self.Hk, C, C)
-        D = gates.decays(self.buffer("D", whole.count, H, C, C))
-        solve = self._solve(index, gates, D, gram)
+        k, D = self.load_k(whole), self._decays(index)
+        solve = self._solve_from(index, k, D)
         k = self.per_value_head(k, whole)
         changed = self.buffer("inside", B, C, both)
         changed.view(-1, H, C, both)[..., : self.V] = self.load(whole, self.v)
@@ -286,6 +296,19 @@ class SliceEngine:
         for p in batch.parents or ():
             if p in self._producer:
                 self.pool.give(self.kept.states.pop(p))
+
+    def _decays(self, index: int) -> Tensor:
+        """D [N, H, C, C] of a run."""
+        N, H, C = self.gates[index].G.shape
+        return self.gates[index].decays(self.buffer("D", N, H, C, C))
+
+    def _solve_from(self, index: int, k: Tensor, D: Tensor) -> Tensor:
+        """`_solve` from k [N Hk, C, K], unless it is done."""
+        if index not in self.kept.solve:
+            C = k.shape[1]
+            gram = torch.bmm(k, k.mT, out=self.buffer("gram", len(k), C, C))
+            return self._solve(index, self.gates[index], D, gram.view(-1, self.Hk, C, C))
+        return self.kept.solve[index]
 
     def _solve(self, index: int, gates: Gates, D: Tensor, kk: Tensor) -> Tensor:
         """T diag(beta) [B, C, C] from K K^T [N, Hk, C, C]."""

@@ -1,4 +1,4 @@
-"""The gated delta rule as one autograd function: forward and backward of a slice around a carrier's two exchanges."""
+"""The gated delta rule as one autograd function: forward and backward of a slice, its phases driven by a carrier."""
 
 from typing import Any
 
@@ -6,15 +6,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deltamesh.ops.gated_delta_rule.backward import Gradients
+from deltamesh.ops.gated_delta_rule.blocks import BackwardBlock, ForwardBlock, Heads
 from deltamesh.ops.gated_delta_rule.context import ScanContext
+from deltamesh.ops.gated_delta_rule.memory import fresh
 from deltamesh.ops.gated_delta_rule.phases import Phases
 
 
 class GatedDeltaRuleFunction(torch.autograd.Function):
     """(q, k, v, g, beta, initial_state) -> (o [T, H, V] in q's dtype, final states [n_finals, H, K, V]).
 
-    Shapes as in `SliceEngine`, initial_state [num_given, H, K, V] or None. Saved for the backward: the inputs, the
-    incoming states, M, and what `Kept` names.
+    Shapes as in `SliceEngine`, initial_state [num_given, H, K, V] or None. Saved for the backward: the inputs, and for
+    each block of heads the incoming states, M where the carrier needs it, and what `Kept` names.
     """
 
     @staticmethod
@@ -33,53 +36,58 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         backend: str,
     ) -> tuple[Tensor, Tensor]:
         phases = Phases.of(backend, context)
-        kept = phases.kept()
-        engine = phases.engine(
-            phases.schedule, q, k, v, g, beta, scale=scale, use_qk_l2norm=use_qk_l2norm, kept=kept, keep=keep
-        )
-        if initial_state is None:
-            given = torch.empty(0, *engine.state_shape, dtype=engine.dtype, device=v.device)
-        else:
-            given = initial_state.detach().to(engine.dtype)
-        out = engine.fresh(v.shape, q.dtype)
-        engine.run_local(out, given)
-        through_states, transitions = engine.transitions()
-        carried = context.carrier.incoming(engine.exported(through_states), transitions)
-        wanted = (context.schedule.num_slots - context.num_given, *engine.state_shape)
-        if tuple(carried.shape) != wanted:
-            raise ValueError(
-                f"{type(context.carrier).__name__} brought states of shape {tuple(carried.shape)} but the slice "
-                f"imports {wanted}; give a carrier that serves every import"
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        settings = {"scale": scale, "use_qk_l2norm": use_qk_l2norm}
+        dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+        given = v.new_empty(0, v.shape[1], k.shape[2], v.shape[2], dtype=dtype)
+        if initial_state is not None:
+            given = initial_state.detach().to(dtype)
+        out = fresh(v.shape, q.dtype, v.device)
+        heads = tuple(Heads.split(k.shape[1], v.shape[1], context.carrier.num_blocks))
+        engines = phases.engines([h.of(**inputs) for h in heads], [phases.kept() for _ in heads], keep=keep, **settings)
+        blocks = [
+            ForwardBlock(
+                engine=engine,
+                out=out[:, h.value],
+                given=given[:, h.value],
+                num_carried=context.schedule.num_slots - context.num_given,
             )
-        incoming = torch.cat((given, carried.to(engine.dtype)))
-        engine.run_entering(out, incoming)
-        finals = engine.finals()
+            for h, engine in zip(heads, engines, strict=True)
+        ]
+        context.carrier.run_forward(blocks)
+        finals = torch.cat([block.engine.finals() for block in blocks], 1)
         if keep:
-            ctx.save_for_backward(q, k, v, g, beta, incoming, transitions)
-            ctx.kept, ctx.context, ctx.scale, ctx.use_qk_l2norm = kept, context, scale, use_qk_l2norm
-            ctx.phases = phases
+            states = [x for block in blocks for x in (block.incoming, block.transitions)]
+            ctx.save_for_backward(q, k, v, g, beta, *states)
+            ctx.phases, ctx.context, ctx.settings, ctx.heads = phases, context, settings, heads
+            ctx.kept = [engine.kept for engine in engines]
             ctx.given_dtype = None if initial_state is None else initial_state.dtype
         return out, finals
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_finals: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, incoming, transitions = ctx.saved_tensors
+        q, k, v, g, beta, *states = ctx.saved_tensors
         context: ScanContext = ctx.context
-        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         phases: Phases = ctx.phases
-        engine = phases.engine(
-            phases.schedule,
-            **inputs,
-            scale=ctx.scale,
-            use_qk_l2norm=ctx.use_qk_l2norm,
-            kept=ctx.kept,
-            backward=True,
-        )
-        backward = phases.backward(engine, inputs, incoming=incoming, d_out=d_out, d_finals=d_finals)
-        d_carried = backward.before_exchange()
-        d_exports = context.carrier.outgoing_gradient(d_carried, transitions)
-        d_given = backward.after_exchange(d_exports)
-        grads = backward.grads
+        heads: tuple[Heads, ...] = ctx.heads
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+        grads = {name: fresh(x.shape, x.dtype, x.device) for name, x in inputs.items()}
+        engines = phases.engines([h.of(**inputs) for h in heads], ctx.kept, backward=True, **ctx.settings)
+        blocks = [
+            BackwardBlock(
+                phases=phases.backward(
+                    engine,
+                    Gradients(**h.of(**grads)),
+                    incoming=incoming,
+                    d_out=d_out[:, h.value],
+                    d_finals=d_finals[:, h.value],
+                ),
+                transitions=transitions,
+            )
+            for h, engine, incoming, transitions in zip(heads, engines, states[::2], states[1::2], strict=True)
+        ]
+        context.carrier.run_backward(blocks)
+        d_given = torch.cat([block.d_given for block in blocks], 1)
         d_initial = None if ctx.given_dtype is None else d_given.to(ctx.given_dtype)
-        return grads.q, grads.k, grads.v, grads.g, grads.beta, d_initial, None, None, None, None, None
+        return *(grads[name] for name in inputs), d_initial, None, None, None, None, None

@@ -79,7 +79,7 @@ class GateTable:
         self, batches: Sequence[ChunkBatch], g: Tensor, beta: Tensor, dtype: torch.dtype, *, backward: bool
     ) -> None:
         self._of: dict[int, Gates] = {}
-        self._lengths: list[tuple[Gates, Tensor, Tensor | None, Tensor]] = []
+        self._lengths: list[tuple[Gates, Tensor, Tensor | None, Tensor | None]] = []  # no ancestors: chains
         by_length: dict[int, list[int]] = {}
         for number, batch in enumerate(batches):
             by_length.setdefault(batch.length, []).append(number)
@@ -93,7 +93,10 @@ class GateTable:
         """Writes the rows of dg and dbeta."""
         for gates, rows, valid, ancestors in self._lengths:
             # g of row j reaches the G of every row that sees j.
-            dg = gates.dG @ ancestors.to(gates.dG.dtype)
+            if ancestors is None:
+                dg = gates.dG.flip(-1).cumsum(-1).flip(-1)
+            else:
+                dg = gates.dG @ ancestors.to(gates.dG.dtype)
             for out, gradient in ((dg_TH, dg), (dbeta_TH, gates.dbeta)):
                 values = gradient.transpose(1, 2).flatten(0, 1).to(out.dtype)
                 out.index_copy_(0, rows, values if valid is None else values[valid])
@@ -116,7 +119,10 @@ class GateTable:
         g_MHC, beta_MHC = (
             x.index_select(0, rows).to(dtype).view(-1, length, x.shape[1]).transpose(1, 2) for x in (g, beta)
         )
-        G = (g_MHC @ ancestors.to(dtype).mT).contiguous()
+        # Sums along a chain run row by row, whatever the number of heads; a product of few rows may be summed in
+        # another order than one of many.
+        chains = all(b.chains for _, b in members)
+        G = g_MHC.cumsum(-1) if chains else (g_MHC @ ancestors.to(dtype).mT).contiguous()
         gamma = G.exp()
         valid = None
         if any(b.valid is not None for _, b in members):
@@ -133,7 +139,7 @@ class GateTable:
             dbeta=torch.zeros_like(G) if backward else none,
             seen=ancestors.to(dtype),
         )
-        self._lengths.append((gates, rows if valid is None else rows[valid], valid, ancestors))
+        self._lengths.append((gates, rows if valid is None else rows[valid], valid, None if chains else ancestors))
         start = 0
         for number, b in members:
             part = slice(start, start + b.count)

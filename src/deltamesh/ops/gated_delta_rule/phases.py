@@ -1,7 +1,10 @@
 """Which engine runs a slice. Every backend has the same phases, so one autograd function and any carrier drive all."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from deltamesh.ops.gated_delta_rule.backward import SliceBackward
 from deltamesh.ops.gated_delta_rule.context import ScanContext
@@ -14,12 +17,26 @@ class Phases:
 
     Attributes:
         schedule: of the slice, as the backend's engine takes it.
+        shares_workspace: whether an engine takes the `workspace` of another one.
     """
 
     schedule: Any
     kept: type[Any]
     engine: type[Any]
     backward: type[Any]
+    shares_workspace: bool
+
+    def engines(self, parts: Sequence[dict[str, Tensor]], kept: Sequence[Any], **settings: Any) -> list[Any]:
+        """An engine for each block of heads, given its q, k, v, g, beta and what is kept of it.
+
+        Blocks never work at the same time, so they share what the backend calls its workspace.
+        """
+        shared: dict[str, Any] = {}
+        engines = []
+        for part, k in zip(parts, kept, strict=True):
+            engines.append(self.engine(self.schedule, **part, kept=k, **settings, **shared))
+            shared = {"workspace": engines[0].workspace} if self.shares_workspace else {}
+        return engines
 
     @staticmethod
     def of(backend: str, context: ScanContext) -> "Phases":
@@ -32,5 +49,13 @@ class Phases:
             # imported here: it loads Triton and the library, which the other backends do without
             from deltamesh.ops.gated_delta_rule.cuda.engine import FlaKept, FlaSliceBackward, FlaSliceEngine
 
-            return Phases(schedule=context.fla_schedule, kept=FlaKept, engine=FlaSliceEngine, backward=FlaSliceBackward)
-        return Phases(schedule=context.schedule, kept=Kept, engine=SliceEngine, backward=SliceBackward)
+            return Phases(
+                schedule=context.fla_schedule,
+                kept=FlaKept,
+                engine=FlaSliceEngine,
+                backward=FlaSliceBackward,
+                shares_workspace=False,
+            )
+        return Phases(
+            schedule=context.schedule, kept=Kept, engine=SliceEngine, backward=SliceBackward, shares_workspace=True
+        )

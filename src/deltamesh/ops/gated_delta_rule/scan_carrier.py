@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from deltamesh.distributed.collectives import Group, all_to_all_rows
+from deltamesh.ops.gated_delta_rule.carrier import ExchangeCarrier
 from deltamesh.ops.precision import full_precision_matmul
 from deltamesh.plan.links import Direction, ScanLinks
 from deltamesh.plan.pieces import Ints
 
 
-class ScanCarrier:
+class ScanCarrier(ExchangeCarrier):
     """Carries boundary states between the slices of a cp group, with one message to each peer and direction.
 
     Args:

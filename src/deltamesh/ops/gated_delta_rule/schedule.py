@@ -105,6 +105,7 @@ class ChunkBatch:
         rows: int64 [N * C], row numbers, chunk by chunk, padded with rows of the same chunk.
         valid: int64 [M], the places in `rows` that are not padding, or None if none is.
         ancestors: bool [1 or N, C, C], [i, j] true if row i sees row j (itself included); all false at padding.
+        chains: every row of every chunk continues the one before it.
         slots, parents: the slot, or else the exit state, that each chunk starts from; None where they start from none.
         exits: see `ExitGroup`.
         entering, exporting: see `Chunk`; the same for all chunks.
@@ -116,6 +117,7 @@ class ChunkBatch:
     rows: Tensor
     valid: Tensor | None
     ancestors: Tensor
+    chains: bool
     slots: tuple[int, ...] | None
     parents: tuple[int, ...] | None
     exits: tuple[ExitGroup, ...]
@@ -256,7 +258,8 @@ class Schedule:
         valid = [n * length + i for n, c in enumerate(chunks) for i in range(len(c.rows))] if not full else []
         first = rows[0][0]
         run = len(chunks) == 1 and rows[0] == list(range(first, first + length))
-        if full and all(c.is_chain for c in chunks):
+        chains = full and all(c.is_chain for c in chunks)
+        if chains:
             mask = self._chain_masks.get(length)
             if mask is None:
                 mask = torch.ones(1, length, length, dtype=torch.bool, device=self.device).tril()
@@ -284,6 +287,7 @@ class Schedule:
             rows=torch.tensor(rows).flatten().to(self.device),
             valid=None if full else torch.tensor(valid, device=self.device),
             ancestors=mask,
+            chains=chains,
             slots=tuple(c.slot for c in chunks) if chunks[0].slot >= 0 else None,
             parents=tuple(c.parent for c in chunks) if chunks[0].parent >= 0 else None,
             exits=tuple(exits),

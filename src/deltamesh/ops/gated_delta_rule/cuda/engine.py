@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltamesh.ops.gated_delta_rule.backward import Gradients
 from deltamesh.ops.gated_delta_rule.cuda import fla_chunks
 from deltamesh.ops.gated_delta_rule.cuda.fla_chunks import Factors
 from deltamesh.ops.gated_delta_rule.cuda.schedule import FlaSchedule
@@ -175,32 +176,21 @@ class FlaSliceEngine:
         return torch.empty(shape, dtype=self.dtype, device=self.v.device)
 
 
-@dataclass(kw_only=True, eq=False)
-class FlaGradients:
-    """Gradients of the inputs, shaped and typed like them."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-
-
 class FlaSliceBackward:
     """The phases of the backward, around a `FlaSliceEngine` with the forward's inputs and what it kept.
 
     Args:
         engine: see above.
-        inputs: q, k, v, g, beta by name.
+        grads: places for the gradients of q, k, v, g and beta; all of them are filled.
         incoming: [num_slots, H, K, V], the states of all slots in the forward.
         d_out: [T, H, V].
         d_finals: [n_finals, H, K, V].
     """
 
     def __init__(
-        self, engine: FlaSliceEngine, inputs: dict[str, Tensor], *, incoming: Tensor, d_out: Tensor, d_finals: Tensor
+        self, engine: FlaSliceEngine, grads: Gradients, *, incoming: Tensor, d_out: Tensor, d_finals: Tensor
     ) -> None:
-        self.engine, self.incoming = engine, incoming
+        self.engine, self.grads, self.incoming = engine, grads, incoming
         s, tables = engine.schedule, engine.tables
         self._gradients = torch.empty(
             tables.num_gradients, *engine.state_shape, dtype=torch.float32, device=d_out.device
@@ -208,7 +198,6 @@ class FlaSliceBackward:
         num_exports = len(tables.export_pieces)
         self._gradients[:num_exports] = 0
         self._gradients[num_exports : num_exports + len(tables.final_pieces)] = d_finals
-        self.grads = FlaGradients(**{name: engine.fresh(x.shape, x.dtype) for name, x in inputs.items()})
         if s.num_rows == 0:
             return
         assert engine.kept.factors is not None, "the forward has run with keep=True"
