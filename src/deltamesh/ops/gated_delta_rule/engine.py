@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,18 @@ class Kept:
     solve: dict[int, Tensor] = field(default_factory=dict)
     writes: dict[int, Tensor] = field(default_factory=dict)
     states: dict[int, Tensor] = field(default_factory=dict)
+
+    def flatten(self) -> tuple[Any, list[Tensor]]:
+        """What `restore` needs beside the tensors, and the tensors, which activation checkpointing may drop."""
+        parts = (self.solve, self.writes, self.states)
+        return tuple(tuple(part) for part in parts), [x for part in parts for x in part.values()]
+
+    @staticmethod
+    def restore(form: Any, tensors: Sequence[Tensor]) -> "Kept":
+        """The inverse of `flatten`."""
+        found = iter(tensors)
+        solve, writes, states = ({key: next(found) for key in keys} for keys in form)
+        return Kept(solve=solve, writes=writes, states=states)
 
 
 class SliceEngine:

@@ -1,5 +1,6 @@
 """The gated delta rule as one autograd function: forward and backward of a slice, its phases driven by a carrier."""
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -57,23 +58,30 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         context.carrier.run_forward(blocks)
         finals = torch.cat([block.engine.finals() for block in blocks], 1)
         if keep:
+            # through saved tensors all of it: what else `ctx` holds, activation checkpointing cannot drop
+            forms, kept = zip(*(engine.kept.flatten() for engine in engines), strict=True)
             states = [x for block in blocks for x in (block.incoming, block.transitions)]
-            ctx.save_for_backward(q, k, v, g, beta, *states)
+            ctx.save_for_backward(q, k, v, g, beta, *states, *(x for tensors in kept for x in tensors))
+            ctx.kept_forms, ctx.kept_counts = forms, [len(tensors) for tensors in kept]
             ctx.phases, ctx.context, ctx.settings, ctx.heads = phases, context, settings, heads
-            ctx.kept = [engine.kept for engine in engines]
             ctx.given_dtype = None if initial_state is None else initial_state.dtype
         return out, finals
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_finals: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, *states = ctx.saved_tensors
+        q, k, v, g, beta, *saved = ctx.saved_tensors
+        states, tensors = saved[: 2 * len(ctx.heads)], iter(saved[2 * len(ctx.heads) :])
+        kept = [
+            ctx.phases.kept.restore(form, list(islice(tensors, count)))
+            for form, count in zip(ctx.kept_forms, ctx.kept_counts, strict=True)
+        ]
         context: ScanContext = ctx.context
         phases: Phases = ctx.phases
         heads: tuple[Heads, ...] = ctx.heads
         inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         grads = {name: fresh(x.shape, x.dtype, x.device) for name, x in inputs.items()}
-        engines = phases.engines([h.of(**inputs) for h in heads], ctx.kept, backward=True, **ctx.settings)
+        engines = phases.engines([h.of(**inputs) for h in heads], kept, backward=True, **ctx.settings)
         blocks = [
             BackwardBlock(
                 phases=phases.backward(

@@ -13,6 +13,7 @@ from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch, ExitGroup
 
 # A smaller |beta| is replaced: the gradient of beta divides by its square. Writes of 1e-12 of a value are far below
 # fp32's, 1e-20 below fp64's resolution.
+_LEAST_G = -1e4
 _LEAST_BETA = {torch.float32: 1e-12, torch.float64: 1e-20}
 
 
@@ -22,6 +23,8 @@ class Gates:
 
     Attributes:
         G: sum of g over the rows that each row sees (its ancestors in the chunk, and itself).
+        rest: what G lost when it was rounded. Rows with strong decay make G large; without the rest, differences between
+            later rows would have its absolute error, which is a relative error of their decay.
         gamma: exp(G), zero at padding.
         beta: write strength.
         dG, dbeta: their gradients, filled by the backward (absent in the forward).
@@ -29,6 +32,7 @@ class Gates:
     """
 
     G: Tensor
+    rest: Tensor
     gamma: Tensor
     beta: Tensor
     dG: Tensor
@@ -41,6 +45,7 @@ class Gates:
             return self
         return Gates(
             G=self.G[chunks],
+            rest=self.rest[chunks],
             gamma=self.gamma[chunks],
             beta=self.beta[chunks],
             dG=self.dG[chunks],
@@ -56,12 +61,14 @@ class Gates:
         """
         seen = self.seen[:, None]
         torch.sub(self.G[..., :, None], self.G[..., None, :], out=out)
+        out.add_(self.rest[..., :, None]).sub_(self.rest[..., None, :])
         return out.mul_(seen).exp_().mul_(seen)
 
     def decay_to(self, group: ExitGroup) -> Tensor:
         """The rows of D that belong to an exit, [N H, C, 1]."""
         seen = group.row(self.seen[:, None])
-        to_exit = (group.row(self.G[..., None]) - self.G).mul_(seen).exp_().mul_(seen)
+        rest = group.row(self.rest[..., None]) - self.rest
+        to_exit = (group.row(self.G[..., None]) - self.G).add_(rest).mul_(seen).exp_().mul_(seen)
         return to_exit.view(-1, self.G.shape[-1], 1)
 
 
@@ -122,17 +129,21 @@ class GateTable:
         # Sums along a chain run row by row, whatever the number of heads; a product of few rows may be summed in
         # another order than one of many.
         chains = all(b.chains for _, b in members)
-        G = g_MHC.cumsum(-1) if chains else (g_MHC @ ancestors.to(dtype).mT).contiguous()
+        g_MHC = g_MHC.clamp_min(_LEAST_G)  # exp of it is zero already, and -inf would make 0 x -inf of what is not seen
+        exact = g_MHC.double()
+        exact = exact.cumsum(-1) if chains else (exact @ ancestors.double().mT).contiguous()
+        G = exact.to(dtype)
         gamma = G.exp()
         valid = None
         if any(b.valid is not None for _, b in members):
             real = ancestors.diagonal(dim1=-2, dim2=-1)
             gamma = gamma * real[:, None]
-            valid = real.expand(len(G), -1).flatten().nonzero().squeeze(1)
+            valid = _places([b for _, b in members], rows.device)
         least = _LEAST_BETA[dtype]
         none = G.new_empty(0)
         gates = Gates(
             G=G,
+            rest=(exact - G).to(dtype),
             gamma=gamma,
             beta=torch.where(beta_MHC.abs() < least, least, beta_MHC).contiguous(),
             dG=torch.zeros_like(G) if backward else none,
@@ -145,3 +156,13 @@ class GateTable:
             part = slice(start, start + b.count)
             start += b.count
             self._of[number] = gates.part(part)
+
+
+def _places(batches: Sequence[ChunkBatch], device: torch.device) -> Tensor:
+    """int64: the places that are not padding, in the rows of the batches one after another; asks the device nothing."""
+    places, start = [], 0
+    for b in batches:
+        size = b.count * b.length
+        places.append(torch.arange(start, start + size, device=device) if b.valid is None else b.valid + start)
+        start += size
+    return torch.cat(places)

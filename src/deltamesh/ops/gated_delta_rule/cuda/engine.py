@@ -7,7 +7,8 @@ Letters: T rows of the slice, N chunks, H value heads, Hk key heads, K key dim, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,22 @@ class FlaKept:
     """
 
     factors: Factors | None = None
+
+    def flatten(self) -> tuple[Any, list[Tensor]]:
+        """What `restore` needs beside the tensors, and the tensors, which activation checkpointing may drop."""
+        if self.factors is None:
+            return None, []
+        found = {f.name: getattr(self.factors, f.name) for f in fields(self.factors)}
+        present = {name: x for name, x in found.items() if x is not None}
+        return tuple(present), list(present.values())
+
+    @staticmethod
+    def restore(form: Any, tensors: Sequence[Tensor]) -> "FlaKept":
+        """The inverse of `flatten`."""
+        if form is None:
+            return FlaKept()
+        absent = {"q_rstd": None, "k_rstd": None}
+        return FlaKept(factors=Factors(**absent | dict(zip(form, tensors, strict=True))))
 
 
 class FlaSliceEngine:
