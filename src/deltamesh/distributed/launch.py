@@ -257,7 +257,7 @@ def _first_failure(directory: str, rank: int, exit_code: int) -> WorkerFailed:
 
     Args:
         directory: of the records.
-        rank, exit_code: what the agent noticed first. A process that was killed leaves no record, and its peers' records
+        rank, exit_code: what the agent noticed first. A process that was killed leaves no record, and those of its peers
             only say that they lost it.
     """
     records = [json.loads(path.read_text()) for path in Path(directory).glob("failed-*.json")]
@@ -268,8 +268,8 @@ def _first_failure(directory: str, rank: int, exit_code: int) -> WorkerFailed:
     text = first["text"]
     if any(sign in text for sign in _LOST_PEER):
         text += (
-            "\nThis rank lost a peer that left no error before it: that process may have been killed, for example by the "
-            "system for lack of memory"
+            "\nThis rank lost a peer that left no error before it: that process may have been killed, for example by "
+            "the system for lack of memory"
         )
     return WorkerFailed(first["rank"], text, max(1, first["exit_code"]))
 

@@ -23,8 +23,8 @@ class Gates:
 
     Attributes:
         G: sum of g over the rows that each row sees (its ancestors in the chunk, and itself).
-        rest: what G lost when it was rounded. Rows with strong decay make G large; without the rest, differences between
-            later rows would have its absolute error, which is a relative error of their decay.
+        rest: what G lost when it was rounded. Rows with strong decay make G large; without the rest, differences
+            between later rows would have its absolute error, which is a relative error of their decay.
         gamma: exp(G), zero at padding.
         beta: write strength.
         dG, dbeta: their gradients, filled by the backward (absent in the forward).

@@ -45,8 +45,8 @@ class FlaKept:
         """The inverse of `flatten`."""
         if form is None:
             return FlaKept()
-        absent = {"q_rstd": None, "k_rstd": None}
-        return FlaKept(factors=Factors(**absent | dict(zip(form, tensors, strict=True))))
+        found: dict[str, Any] = {"q_rstd": None, "k_rstd": None} | dict(zip(form, tensors, strict=True))
+        return FlaKept(factors=Factors(**found))
 
 
 class FlaSliceEngine:
