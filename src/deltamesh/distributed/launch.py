@@ -257,7 +257,7 @@ def _first_failure(directory: str, rank: int, exit_code: int) -> WorkerFailed:
 
     Args:
         directory: of the records.
-        rank, exit_code: what the agent noticed first. A process that was killed leaves no record, and those of its peers
+        rank, exit_code: what the agent noticed first. A killed process leaves no record, and those of its peers
             only say that they lost it.
     """
     records = [json.loads(path.read_text()) for path in Path(directory).glob("failed-*.json")]

@@ -67,8 +67,9 @@ class Gates:
     def decay_to(self, group: ExitGroup) -> Tensor:
         """The rows of D that belong to an exit, [N H, C, 1]."""
         seen = group.row(self.seen[:, None])
-        rest = group.row(self.rest[..., None]) - self.rest
-        to_exit = (group.row(self.G[..., None]) - self.G).add_(rest).mul_(seen).exp_().mul_(seen)
+        to_exit = group.row(self.G[..., None]) - self.G
+        # in the order of `decays`: a state computed again in the backward has the bits that it had in the forward
+        to_exit.add_(group.row(self.rest[..., None])).sub_(self.rest).mul_(seen).exp_().mul_(seen)
         return to_exit.view(-1, self.G.shape[-1], 1)
 
 
