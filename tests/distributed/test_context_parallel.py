@@ -128,6 +128,8 @@ def test_ranks_with_other_segments_are_told_on_all_ranks(rank_pool: RankPool) ->
         ({"cu_seqlens": [0, 5, 9], "cuts": [0, 4, 9]}, "3 cuts are given for 1 ranks"),
         ({"cu_seqlens": [0, 5, 9], "carrier": "ring"}, "carrier='ring' is not known; use one of auto, scan, pipeline"),
         ({"cu_seqlens": [0, 5, 9], "cuts": [0, 8]}, "from 0 to the number of rows, 9"),
+        ({"cu_seqlens": [0, 5, 9], "cuts": [0, 8.5]}, "give integers in one dimension"),
+        ({"cu_seqlens": [0]}, "holds no segment"),
     ],
 )
 def test_segments_that_cannot_be_planned_are_refused(arguments: dict[str, list[int]], message: str) -> None:
@@ -137,3 +139,32 @@ def test_segments_that_cannot_be_planned_are_refused(arguments: dict[str, list[i
 
 def test_the_default_cuts_are_equal_slices() -> None:
     assert np.array_equal(ops.context_parallel(None, cu_seqlens=[0, 9]).schedule.pieces.length, [9])
+
+
+def call_with(bad_rank: int, fault: str) -> None:
+    """One rank gives other arguments to the plan or to the op."""
+    mine = dist.get_rank() == bad_rank
+    given = fault == "initial" and mine
+    context = ops.context_parallel(dist.group.WORLD, cu_seqlens=[0, 9], carrier="scan", has_initial_state=given)
+    tensors = {name: x[:, context.rows] for name, x in inputs(9, 1)[0].items()}
+    if mine and fault == "shape":
+        tensors["q"] = tensors["q"][..., :-1]
+    if mine and fault == "dtype":
+        tensors = {name: x.float() for name, x in tensors.items()}
+    ops.gated_delta_rule(**tensors, context=context, use_qk_l2norm=mine and fault == "norm")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("initial", "has_initial_state: False on ranks [0, 2]; True on ranks [1]"),
+        ("shape", "the call of gated_delta_rule failed on 1 of 3 ranks; rank 1: ValueError"),
+        ("dtype", "dtypes: [torch.float64"),
+        ("norm", "use_qk_l2norm: False on ranks [0, 2]; True on ranks [1]"),
+    ],
+)
+def test_other_arguments_on_one_rank_are_told_on_all(rank_pool: RankPool, fault: str, message: str) -> None:
+    outcomes = rank_pool.outcomes(call_with, 3, 1, fault, timeout=20)
+    assert [type(o) for o in outcomes] == [RankDisagreement] * 3
+    assert len({str(o) for o in outcomes}) == 1
+    assert message in str(outcomes[0])

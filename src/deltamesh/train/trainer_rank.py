@@ -213,9 +213,13 @@ class TrainerRank:
             cost=self._cost,
             hidden_wanted=[x.source.hidden_states for x in checked],
             cuts=self.settings.cuts,
-            carrier=wanted_carrier(self.settings.carrier, self.device),
+            carrier=self._carrier(),
             shape=rule_shape(self.model.config, self.mesh.tp.size),
         )
+
+    def _carrier(self) -> CarrierName:
+        """What is asked for; the kernels of "fla" are driven by the scan."""
+        return "scan" if self.settings.backend == "fla" else wanted_carrier(self.settings.carrier, self.device)
 
     @staticmethod
     def _stats(plan: MicroBatchPlan) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What the scan needs to know about its slice, made once per micro-batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -54,6 +54,10 @@ class ScanContext:
 
         s = self.schedule
         return FlaSchedule(s.pieces, s.device, num_given=s.num_given, finals=s.final_pieces)
+
+    def check(self, describe: Callable[[], dict[str, object]]) -> None:
+        """Calls `describe`, which checks the arguments of a call and says what ranks must share of them."""
+        describe()
 
     @staticmethod
     def build(

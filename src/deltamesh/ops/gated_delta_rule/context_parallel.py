@@ -1,8 +1,8 @@
 """The scan over any process group, for people with their own trainer: each rank holds a slice of the packed rows."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from deltamesh.distributed.agreement import agree
 from deltamesh.distributed.collectives import Group
 from deltamesh.ops.gated_delta_rule.context import ScanContext, make_carrier, wanted_carrier
 from deltamesh.ops.gated_delta_rule.schedule import Schedule
-from deltamesh.ops.gated_delta_rule.segments import check_offsets, check_parents
+from deltamesh.ops.gated_delta_rule.segments import check_integers, check_offsets, check_parents
 from deltamesh.plan.carrier import CarrierName, RuleShape, choose_carrier, plan_carrier
 from deltamesh.plan.pieces import Ints
 from deltamesh.plan.slices import CutForest, cut_forest
@@ -26,6 +26,7 @@ class ContextParallel(ScanContext):
 
     Attributes:
         rows: the rows of the whole that this rank holds: pass q[:, rows], k[:, rows], ...
+        group: the ranks.
         given_segments: segments whose first row is here and that start from a given state: `initial_state` holds their
             states, in this order, on this rank only. Their gradient comes out here, once.
         final_segments: segments whose last row is here: `final_state` holds their states, in this order.
@@ -34,6 +35,16 @@ class ContextParallel(ScanContext):
     rows: slice
     given_segments: tuple[int, ...]
     final_segments: tuple[int, ...]
+    group: Group
+    _agreed: list[bool] = field(default_factory=list)
+
+    def check(self, describe: Callable[[], dict[str, object]]) -> None:
+        """In the first call, all ranks compare what they were given; an error of one is raised on all."""
+        if self._agreed:
+            describe()
+            return
+        agree(describe, lambda found: found, self.group, what="the call of gated_delta_rule")
+        self._agreed.append(True)
 
 
 def context_parallel(
@@ -75,14 +86,21 @@ def context_parallel(
     """
     cp = Group.single()
     if group is not None:
-        cp = Group(rank=dist.get_rank(group), size=dist.get_world_size(group), handle=group)
+        if (rank := dist.get_rank(group)) < 0:
+            raise ValueError("this process is not in the group; only its members may call context_parallel with it")
+        cp = Group(rank=rank, size=dist.get_world_size(group), handle=group)
     where = torch.device(device)
 
     def plan() -> tuple[CutForest, Literal["scan", "pipeline"]]:
         forest = _forest(cp.size, cu_seqlens, parents, cuts)
         return forest, choose_carrier(forest, wanted_carrier(carrier, where), shape or RuleShape())
 
-    forest, carried_by = agree(plan, lambda p: p[1] + _digest(p[0]), cp, what="the plan of the scan")
+    forest, carried_by = agree(
+        plan,
+        lambda p: {"segments and cuts": _digest(p[0]), "carrier": p[1], "has_initial_state": has_initial_state},
+        cp,
+        what="the plan of the scan",
+    )
     last = np.flatnonzero(np.append(np.diff(forest.node) > 0, True))  # the last piece of each segment
     roots = np.flatnonzero(forest.parent < 0)
     mine = np.flatnonzero(forest.rank == cp.rank)
@@ -96,6 +114,7 @@ def context_parallel(
         rows=slice(int(forest.cuts[cp.rank]), int(forest.cuts[cp.rank + 1])),
         given_segments=tuple(forest.node[given].tolist()),
         final_segments=tuple(forest.node[finals].tolist()),
+        group=cp,
     )
 
 
@@ -108,10 +127,12 @@ def _forest(
     offsets = check_offsets(cu_seqlens)
     parent = check_parents(parents, len(offsets) - 1)
     length = np.diff(offsets)
+    if not len(length):
+        raise ValueError("cu_seqlens holds no segment; give the offsets of at least one")
     if (length == 0).any():
         raise ValueError(f"segment {int(np.argmin(length))} has no rows; leave it out")
     rows = int(offsets[-1])
-    chosen: Ints = np.arange(size + 1) * rows // size if cuts is None else np.asarray(cuts, dtype=np.int64)
+    chosen: Ints = np.arange(size + 1) * rows // size if cuts is None else check_integers("cuts", cuts)
     if len(chosen) != size + 1:
         raise ValueError(f"{len(chosen)} cuts are given for {size} ranks; give {size + 1}, from 0 to {rows}")
     return cut_forest(parent, offsets[:-1], length, chosen)

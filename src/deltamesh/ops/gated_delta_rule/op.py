@@ -74,11 +74,24 @@ def gated_delta_rule(
         >>> o.shape, final.shape
         (torch.Size([1, 7, 2, 8]), torch.Size([3, 2, 8, 8]))
     """
-    check_inputs(q, k, v, g, beta)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)}")
+    inputs = [q, k, v, g, beta]
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in [*inputs, initial_state])
+
+    def describe() -> dict[str, object]:
+        check_inputs(q, k, v, g, beta)
+        if backend not in BACKENDS:
+            raise ValueError(f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)}")
+        if context is not None:
+            _check_context(context, v, k.shape[-1], cu_seqlens, parents, initial_state)
+        shared = {"backend": backend, "scale": scale, "use_qk_l2norm": use_qk_l2norm, "needs a backward": keep}
+        return shared | {"heads and dims": (*k.shape[2:], *v.shape[2:]), "dtypes": [x.dtype for x in inputs]}
+
+    if context is None:
+        describe()
+    else:
+        context.check(describe)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    rows = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+    rows = [x.flatten(0, 1) for x in inputs]
     if context is None:
         segments = segments_of(
             v.shape, cu_seqlens, parents, initial_state, k.shape[-1], output_final_state=output_final_state
@@ -88,14 +101,11 @@ def gated_delta_rule(
         )
         given = segments.select(initial_state)
     else:
-        _check_context(context, v, k.shape[-1], cu_seqlens, parents, initial_state)
         segments, given = None, initial_state
     if backend == "naive":
         o, finals = _run_naive(rows, given, context, scale, use_qk_l2norm)
     else:
-        inputs = [*rows, given]
-        keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        o, finals = GatedDeltaRuleFunction.apply(*inputs, context, scale, use_qk_l2norm, keep, backend)
+        o, finals = GatedDeltaRuleFunction.apply(*rows, given, context, scale, use_qk_l2norm, keep, backend)
     o = o.view(v.shape)
     if not output_final_state:
         return o, None

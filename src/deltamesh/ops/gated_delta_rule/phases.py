@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from deltamesh.ops.gated_delta_rule.backward import SliceBackward
+from deltamesh.ops.gated_delta_rule.carrier import ExchangeCarrier
 from deltamesh.ops.gated_delta_rule.context import ScanContext
 from deltamesh.ops.gated_delta_rule.engine import Kept, SliceEngine
 
@@ -46,6 +47,11 @@ class Phases:
             ImportError: flash-linear-attention is missing or of another version.
         """
         if backend == "fla":
+            if not isinstance(context.carrier, ExchangeCarrier):
+                raise ValueError(
+                    f"{type(context.carrier).__name__} does not drive the kernels of backend='fla'; "
+                    "plan with carrier='scan'"
+                )
             # imported here: it loads Triton and the library, which the other backends do without
             from deltamesh.ops.gated_delta_rule.cuda.engine import FlaKept, FlaSliceBackward, FlaSliceEngine
 

@@ -90,7 +90,7 @@ def check_offsets(cu_seqlens: Tensor | Sequence[int], num_rows: int | None = Non
     Raises:
         ValueError: no offsets that ascend from 0 to the number of rows.
     """
-    offsets = _ints("cu_seqlens", cu_seqlens)
+    offsets = check_integers("cu_seqlens", cu_seqlens)
     stop = num_rows if num_rows is not None else int(offsets[-1]) if len(offsets) else 0
     if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != stop or (np.diff(offsets) < 0).any():
         raise ValueError(
@@ -106,7 +106,7 @@ def check_parents(parents: Offsets, count: int) -> np.ndarray:
     Raises:
         ValueError: another number of parents, or one that does not stand before its child.
     """
-    parent = np.full(count, -1) if parents is None else _ints("parents", parents)
+    parent = np.full(count, -1) if parents is None else check_integers("parents", parents)
     if len(parent) != count:
         raise ValueError(f"{len(parent)} parents are given for {count} segments; give one per segment, -1 for roots")
     if ((parent < -1) | (parent >= np.arange(count))).any():
@@ -166,7 +166,12 @@ def _check_initial_state(
         raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}; give one state per segment, {want}")
 
 
-def _ints(name: str, values: Tensor | Sequence[int]) -> np.ndarray:
+def check_integers(name: str, values: Tensor | Sequence[int]) -> np.ndarray:
+    """int64, one-dimensional; `name` is for the error.
+
+    Raises:
+        ValueError: other values.
+    """
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name} has shape {array.shape} and dtype {array.dtype}; give integers in one dimension")
