@@ -272,6 +272,10 @@ def _fits(world_size: int, config: ModelSizes | None = None) -> str:
     fitting = Topology.fitting(world_size, config)
     listed = ", ".join(f"({topology})" for topology in fitting[:_MAX_LISTED])
     more = f" and {len(fitting) - _MAX_LISTED} more" if len(fitting) > _MAX_LISTED else ""
+    if world_size == 1:
+        return (
+            "this is one process, which runs dp=1 cp=1 tp=1; start more with `torchrun --nproc-per-node RANKS SCRIPT`"
+        )
     return f"topologies of {world_size} ranks: {listed}{more}"
 
 

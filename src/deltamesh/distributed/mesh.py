@@ -62,8 +62,8 @@ def build_mesh(topology: Topology) -> Mesh:
     if not dist.is_initialized():
         if topology.world_size > 1:
             raise RuntimeError(
-                f"{topology} needs {topology.world_size} ranks, but torch.distributed is not initialised; start the "
-                f"processes with torchrun or deltamesh.distributed.launch and call init_worker() first"
+                f"{topology} needs {topology.world_size} ranks, but this is one process; start it with "
+                f"`torchrun --nproc-per-node {topology.world_size} SCRIPT`"
             )
         alone = Group.single()
         return Mesh(

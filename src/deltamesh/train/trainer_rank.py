@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deltamesh.distributed.agreement import agree
 from deltamesh.distributed.collectives import all_reduce
+from deltamesh.distributed.launch import init_worker, is_worker
 from deltamesh.distributed.mesh import Mesh, build_mesh, world_group
 from deltamesh.models import HybridCausalLM
 from deltamesh.models.lora_targets import LoraTargets
@@ -69,6 +70,8 @@ class TrainerRank:
     ) -> "TrainerRank":
         """Builds this rank's part of a model and loads its weights.
 
+        Under torchrun (or `deltamesh.distributed.launch`) torch.distributed is initialised here if it is not yet.
+
         Args:
             name_or_path: "tiny", a Hugging Face directory, or a Hub id.
             topology: sizes of the mesh; by default from DELTAMESH_* variables and the world size.
@@ -86,6 +89,9 @@ class TrainerRank:
             ValueError: a topology that fits neither the world nor the model, an unsupported configuration or adapter,
                 missing or extra weights. The same on every rank.
         """
+        if is_worker() and not torch.distributed.is_initialized():
+            on = None if device is None else torch.device(device).type
+            init_worker(device=None if on is None else "cpu" if on == "cpu" else "cuda")
         world = world_group()
         settings = ModelSettings(
             name_or_path=str(name_or_path), lora=lora, dtype=dtype, device=device, recompute=recompute,
