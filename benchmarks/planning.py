@@ -50,8 +50,6 @@ def context_of(plan: MicroBatchPlan) -> SliceContext:
     return SliceContext.from_plan(own, cp=alone, tp=alone, sp=False, device=torch.device("cpu"))
 
 
-
-
 def main() -> None:
     """Times, then balance."""
     parser = argparse.ArgumentParser(description=__doc__)

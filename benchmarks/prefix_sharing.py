@@ -4,7 +4,7 @@ Whole models (tiny, and 6 layers of width 512) with a LoRA of rank 8, forward, l
 
 - data that shares prefixes, against the same lengths with another first token in every sequence, so that nothing is
   shared; the speed-up is held against the ratio of tokens to computed rows;
-- sequences that share nothing, in micro-batches, against each of them alone: what the trees cost where they give nothing.
+- sequences that share nothing, in micro-batches, against each of them alone: what trees cost where they give nothing.
 
 Only completions are trained, so logits are no fewer where prefixes are shared.
 """
