@@ -23,6 +23,7 @@ from deltamesh.models.layers import (
     rotate,
     wide_dtype,
 )
+from deltamesh.models.pointwise import swiglu
 from deltamesh.ops.causal_conv1d import causal_conv1d
 from deltamesh.ops.context import SliceContext
 from deltamesh.ops.gated_delta_rule import gated_delta_rule
@@ -187,4 +188,4 @@ class MLP(Block):
     @staticmethod
     def core(gate: Tensor, up: Tensor) -> Tensor:
         """The activation product."""
-        return F.silu(gate) * up
+        return swiglu(gate, up)

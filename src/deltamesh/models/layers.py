@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deltamesh.distributed.collectives import copy_to_group, gather_rows, reduce_from_group, scatter_rows
+from deltamesh.models.pointwise import gated_rms_norm, rms_norm
 from deltamesh.models.sharding import ParamSpec
 from deltamesh.ops.context import SliceContext
 
@@ -97,9 +98,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D] in the dtype of `x`."""
-        wide = x.to(wide_dtype(x.dtype))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, wide_dtype(x.dtype))
 
 
 class GatedRMSNorm(nn.Module):
@@ -112,9 +111,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [..., V] -> [..., V] in the dtype of `x`."""
-        wide = x.to(wide_dtype(x.dtype))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.weight * wide.to(x.dtype) * F.silu(gate.to(wide.dtype))).to(x.dtype)
+        return gated_rms_norm(x, gate, self.weight, self.eps, wide_dtype(x.dtype))
 
 
 class LoraFactor(KeepsFp32):
@@ -154,8 +151,11 @@ class Linear(nn.Module):
         if self.lora_A is None or self.lora_B is None:
             return y
         a, b = self.lora_A.weight, self.lora_B.weight
-        update = F.linear(F.linear(x.to(a.dtype), a), b)
-        return (y + self.scaling * update).to(y.dtype)
+        inner = F.linear(x.to(a.dtype), a) * self.scaling  # scaled where it is R wide, not O wide
+        if y.dtype == b.dtype:
+            y.flatten(0, -2).addmm_(inner.flatten(0, -2), b.T)  # in place: y is new, and no backward reads it
+            return y
+        return (y + F.linear(inner, b)).to(y.dtype)
 
     def effective_weight(self) -> Tensor:
         """[O, I]: W, or W + scaling B A where there is a LoRA (then materialised, and differentiable)."""
