@@ -18,7 +18,6 @@ from deltamesh.distributed.collectives import (
     gather_rows,
     reduce_from_group,
     scatter_rows,
-    split_rows,
 )
 from deltamesh.distributed.mesh import build_mesh
 from deltamesh.ops.gated_delta_rule.scan_carrier import ScanCarrier
@@ -98,7 +97,6 @@ def run_shards(topology: Topology, num_rows: int) -> dict[str, Tensor]:
         "reduce": (full[group.rank], lambda x: reduce_from_group(x, group)),
         "gather": (shard, lambda x: gather_rows(x, num_rows, group)),
         "scatter": (full[group.rank], lambda x: scatter_rows(x, group)),
-        "split": (full[0], lambda x: split_rows(x, group)),
         "collect": (shard, lambda x: collect_rows(x, num_rows, group)),
     }
     for name, (value, call) in calls.items():
@@ -138,8 +136,6 @@ def test_row_shards_are_gathered_summed_and_dealt_inside_their_group(
             "gather.grad": shard(sum(weight(rows, peer) for peer in range(size))),
             "scatter": shard(full.sum(0)),
             "scatter.grad": sharded,
-            "split": shard(full[0]),
-            "split.grad": sharded,
             "collect": full[0],
             "collect.grad": shard(weight(rows, 0)),
         }

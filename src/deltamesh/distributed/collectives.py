@@ -160,11 +160,6 @@ def _pad_rows(x: Tensor, multiple: int) -> Tensor:
     return torch.cat([x, x.new_zeros((missing, *x.shape[1:]))]) if missing else x
 
 
-def shard_rows(num_rows: int, group: Group) -> int:
-    """Rows of each shard when `num_rows` rows are dealt to the group in equal, padded shards."""
-    return -(-num_rows // group.size)
-
-
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_rows: int, group: Group) -> Tensor:
@@ -189,17 +184,6 @@ class _ScatterRows(torch.autograd.Function):
 
 def _own_rows(x: Tensor, group: Group) -> Tensor:
     return _pad_rows(x, group.size).chunk(group.size)[group.rank].clone() if x.shape[0] else x.clone()
-
-
-class _SplitRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.num_rows = group, x.shape[0]
-        return _own_rows(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return all_gather_rows(dx, ctx.group)[: ctx.num_rows], None
 
 
 class _CollectRows(torch.autograd.Function):
@@ -264,11 +248,6 @@ def gather_rows(x: Tensor, num_rows: int, group: Group) -> Tensor:
 def scatter_rows(x: Tensor, group: Group) -> Tensor:
     """Forward: partial rows summed over the group, this rank's padded shard of them. Backward: gathered."""
     return _ScatterRows.apply(x, group)  # type: ignore[no-any-return]
-
-
-def split_rows(x: Tensor, group: Group) -> Tensor:
-    """Forward: this rank's padded shard of rows that all ranks hold. Backward: gathered."""
-    return _SplitRows.apply(x, group)  # type: ignore[no-any-return]
 
 
 def collect_rows(x: Tensor, num_rows: int, group: Group) -> Tensor:

@@ -7,7 +7,6 @@ inside the group, never by a global rank.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from deltamesh.plan.pieces import Ints
 
@@ -61,8 +60,3 @@ def plan_row_exchanges(needs: list[Ints], cuts: Ints) -> list[RowExchange]:
             )
         )
     return exchanges
-
-
-def as_ints(values: npt.ArrayLike) -> Ints:
-    """`values` as a one-dimensional int64 array."""
-    return np.asarray(values, dtype=np.int64).reshape(-1)

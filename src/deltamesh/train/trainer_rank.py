@@ -88,6 +88,7 @@ class TrainerRank:
         Raises:
             ValueError: a topology that fits neither the world nor the model, an unsupported configuration or adapter,
                 missing or extra weights. The same on every rank.
+            RankDisagreement: ranks gave other settings, or only some of them failed.
         """
         if is_worker() and not torch.distributed.is_initialized():
             on = None if device is None else torch.device(device).type

@@ -20,11 +20,6 @@ def l2norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS)
 
 
-def chain_predecessors(num_rows: int, *, start: int = -1) -> list[int]:
-    """Predecessors of one unbroken sequence; `start` is what its first row continues (-1, or -2 - i for state i)."""
-    return [start, *range(num_rows - 1)][:num_rows]
-
-
 def naive_gated_delta_rule(
     q: Tensor,
     k: Tensor,
