@@ -15,7 +15,6 @@ part of the heads, and the results are exchanged back.
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -304,7 +303,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "context_parallel.json")
     args = parser.parse_args(argv)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin would take a busy core from the others
     results = []
     print(
         f"{args.clock} clock, {args.heads} heads, K = V = {args.dim}, fp32; "

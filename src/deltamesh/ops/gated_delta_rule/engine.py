@@ -394,8 +394,7 @@ class SliceEngine:
         if not self.use_qk_l2norm:
             torch.mul(rows, scale, out=out)
             return None
-        torch.mul(rows, rows, out=out)
-        inverse = out.sum(-1, keepdim=True).add_(L2NORM_EPS).rsqrt_()
+        inverse: Tensor = torch.linalg.vecdot(rows, rows)[..., None].add_(L2NORM_EPS).rsqrt_()
         torch.mul(rows, inverse if scale == 1 else inverse * scale, out=out)
         return inverse
 
