@@ -1,5 +1,6 @@
 """A stream cut into slices that exchange (E, M) in memory gives the result of one process, values and gradients."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,7 +42,7 @@ class BoardCarrier(ExchangeCarrier):
         self.imports = forest.imports(rank).tolist()
         self.through = [n for n, b in enumerate(self.exports) if forest.entry[b] >= 0]
 
-    def incoming(self, states: Tensor, transitions: Tensor) -> Tensor:
+    def incoming(self, states: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
         self.board.calls.append(("incoming", self.rank))
         assert len(transitions) == len(self.through)
         M = dict(zip(self.through, transitions, strict=True))
@@ -49,9 +50,10 @@ class BoardCarrier(ExchangeCarrier):
             source = int(self.board.forest.entry[b])
             self.board.states[b] = state + M[n] @ self.board.states[source] if n in M else state.clone()
         known = [self.board.states[b] for b in self.imports]
-        return torch.stack(known) if known else states.new_empty(0, *states.shape[1:])
+        found = torch.stack(known) if known else states.new_empty(0, *states.shape[1:])
+        return lambda: found
 
-    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Tensor:
+    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
         self.board.calls.append(("outgoing_gradient", self.rank))
         gradients = self.board.gradients
         for b, gradient in zip(self.imports, d_incoming, strict=True):
@@ -60,7 +62,8 @@ class BoardCarrier(ExchangeCarrier):
         for t, n in enumerate(self.through):
             source = int(self.board.forest.entry[self.exports[n]])
             gradients[source] = gradients.get(source, 0) + transitions[t].mT @ whole[n]
-        return torch.stack(whole) if whole else d_incoming.new_empty(0, *d_incoming.shape[1:])
+        found = torch.stack(whole) if whole else d_incoming.new_empty(0, *d_incoming.shape[1:])
+        return lambda: found
 
 
 def _run_sliced(forest: Forest, x: Inputs, d_out: Tensor, given_nodes: list[int], initial: Tensor) -> list[Tensor]:
