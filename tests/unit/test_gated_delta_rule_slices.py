@@ -122,6 +122,25 @@ def test_random_forests_cut_anywhere_equal_one_process(forest: Forest, regime: s
     _check(forest, given_nodes=given_nodes, regime=regime)
 
 
+@settings(max_examples=20, deadline=None)
+@given(forest=forests())
+def test_slices_without_gradients_give_the_outputs_of_slices_with_them(forest: Forest) -> None:
+    x = make_inputs(forest.num_rows, Hk=1, H=2, K=5, V=3)
+    cut = cut_forest(forest.parent, forest.start, forest.length, forest.cuts)
+    outputs = []
+    for wanted in (True, False):
+        board = Board(forest=cut)
+        with torch.set_grad_enabled(wanted):
+            for r in range(cut.num_slices):
+                part = [t.detach()[:, cut.cuts[r] : cut.cuts[r + 1]].requires_grad_(wanted) for t in x.leaves()]
+                pieces = cut.slice_pieces(r, np.zeros(0, np.int64))
+                o, _ = gated_delta_rule(*part, context=ScanContext.build(pieces, carrier=BoardCarrier(board, r)))
+                outputs.append(o.detach())
+    half = len(outputs) // 2
+    for with_gradients, without in zip(outputs[:half], outputs[half:], strict=True):
+        torch.testing.assert_close(without, with_gradients, rtol=1e-12, atol=1e-12)
+
+
 @settings(max_examples=15, deadline=None)
 @given(forest=forests(max_nodes=8, max_length=90, max_slices=5), regime=st.sampled_from(["plain", "retention"]))
 def test_forests_of_long_nodes_cut_anywhere_equal_one_process(forest: Forest, regime: str) -> None:
