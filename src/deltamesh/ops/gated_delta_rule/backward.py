@@ -221,7 +221,6 @@ class SliceBackward:
             dW[part],
             dK_exits[part],
         )
-        rows, chunks_heads = len(qk), (batch.count, e.H)
         S = e.parent_states(batch, self.incoming) if batch.has_state else None
         dS: Tensor | None = None
         first = True
@@ -229,23 +228,30 @@ class SliceBackward:
             d_state = self._exit_gradient(group, self.states, None)
             if d_state is None:
                 continue
-            left = group.decay(D)
-            dW.addcmul_(left, torch.bmm(qk[:, C:], d_state, out=e.buffer("rows1", rows, C, e.V)))
-            reached = torch.mul(W, left, out=e.buffer("rows1", rows, C, e.V))
-            dK = torch.bmm(reached, d_state.mT, out=dK_exits if first else e.buffer("rows2", rows, C, e.K))
+            left, own, count = group.decay(D), group.heads(e.H), len(group.states)
+            rows = count * e.H
+            dW[own].addcmul_(left, torch.bmm(qk[own, C:], d_state, out=e.buffer("rows1", rows, C, e.V)))
+            reached = torch.mul(W[own], left, out=e.buffer("rows1", rows, C, e.V))
+            dK = torch.bmm(reached, d_state.mT, out=dK_exits[own] if first else e.buffer("rows2", rows, C, e.K))
             # D_e = exp(G_e - G_i): row e gains what the rows i lose; i = e has exponent zero.
-            weight = torch.mul(dK, qk[:, C:], out=e.buffer("rows1", rows, C, e.K)).sum(-1).view(*chunks_heads, C)
+            weight = torch.mul(dK, qk[own, C:], out=e.buffer("rows1", rows, C, e.K)).sum(-1).view(count, e.H, C)
             group.clear(weight)
-            gates.dG.sub_(weight)
+            gates.dG[:count].sub_(weight)
             group.add(weight.sum(-1), gates.dG)
-            if not first:
-                dK_exits.add_(dK)
+            if first:
+                dK_exits[rows:].zero_()
+            else:
+                dK_exits[own].add_(dK)
             first = False
             if S is not None:
                 d_state.mul_(group.decay(gates.gamma[..., None]))
-                both = torch.mul(d_state, S, out=e.buffer("states", *S.shape))
-                group.add(both.sum((1, 2)).view(chunks_heads), gates.dG)
-                dS = d_state if dS is None else dS.add_(d_state)
+                both = torch.mul(d_state, S[own], out=e.buffer("states", *d_state.shape))
+                group.add(both.sum((1, 2)).view(count, e.H), gates.dG)
+                if dS is None and count == batch.count:
+                    dS = d_state
+                else:
+                    dS = torch.zeros_like(S) if dS is None else dS
+                    dS[own].add_(d_state)
         if first:
             dK_exits.zero_()
         dV_part = torch.bmm(e.kept.solve[index][part].mT, dW, out=dV[part])
@@ -280,9 +286,10 @@ class SliceBackward:
             for group in batch.exits:
                 d_state = self._exit_gradient(group, self.states, partial)
                 if d_state is not None:
-                    left = group.decay(D[member.chunks])
-                    dW[part].addcmul_(left, torch.bmm(k, d_state, out=new("rows1", rows, C, e.V)))
-                    dS.addcmul_(d_state, group.decay(gates.gamma[member.chunks, :, :, None]))
+                    left, own = group.decay(D[member.chunks]), group.heads(e.H)
+                    read = torch.bmm(k[own], d_state, out=new("rows1", len(d_state), C, e.V))
+                    dW[part][own].addcmul_(left, read)
+                    dS[own].addcmul_(d_state, group.decay(gates.gamma[member.chunks, :, :, None]))
             dV = torch.bmm(e.kept.solve[index][part].mT, dW[part], out=new("dV", rows, C, e.V))
             torch.mul(dV, -gamma[part], out=flows[part, C:])
             dS.baddbmm_(qk[part].mT, flows[part])
@@ -298,7 +305,7 @@ class SliceBackward:
         return e.buffer("d_out", *rows.shape).copy_(rows).view(-1, batch.length, e.V)
 
     def _exit_gradient(self, group: ExitGroup, whole: StateGradients, partial: StateGradients | None) -> Tensor | None:
-        """Gradients of the exit states [B, K, V], or None if all are zero; given up unless `partial` is there."""
+        """Gradients of the exit states [M H, K, V], or None if all are zero; given up unless `partial` is there."""
         e = self.engine
         found: list[Tensor | None] = []
         for state in group.states:
@@ -321,8 +328,8 @@ class SliceBackward:
         pairs = list(zip(numbers or (), dS.view(batch.count, e.H, e.K, e.V), strict=True))
         # Last child first: children on later slices, whose sum an export begins with, then stand where they would
         # stand in one slice.
-        for number, gradient in reversed(pairs):
-            table.add(number, gradient)
+        for n in reversed(batch.by_row):
+            table.add(*pairs[n])
 
     def _store_qk(
         self, batch: ChunkBatch, out: Tensor, y: Tensor, dy: Tensor, inverse: Tensor | None, scale: float

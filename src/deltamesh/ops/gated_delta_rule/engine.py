@@ -298,9 +298,12 @@ class SliceEngine:
         """The exit states of a batch."""
         batch = member.batch
         for group in batch.exits:
-            new = self._place(batch, group)
+            new, part = self._place(batch, group), group.heads(self.H)
             left = group.decay(D[member.chunks])
-            self.exit_state(group, left, gates.part(member.chunks), k, W, S, new.view(-1, self.K, self.V))
+            start = None if S is None else S[part]
+            self.exit_state(
+                group, left, gates.part(member.chunks), k[part], W[part], start, new.view(-1, self.K, self.V)
+            )
             self.kept.states.update(zip(group.states, new, strict=True))
         self._forget_parents(batch)
 
@@ -312,13 +315,14 @@ class SliceEngine:
                 self.pool.give(self.kept.states.pop(p))
 
     def _place(self, batch: ChunkBatch, group: ExitGroup) -> Tensor:
-        """Memory for the states of an exit group, [N, H, K, V]."""
+        """Memory for the states of an exit group, [M, H, K, V]."""
+        count = len(group.states)
         passing = group.states[0] in self._producer
         if batch.count == 1 and (not self.keep or passing):
             return self.pool.take()[None]
         if self.keep and not passing:
-            return self._arena.take(batch.count, *self.state_shape)
-        return torch.empty(batch.count, *self.state_shape, dtype=self.dtype, device=self.device)
+            return self._arena.take(count, *self.state_shape)
+        return torch.empty(count, *self.state_shape, dtype=self.dtype, device=self.device)
 
     def _through(self, index: int, run: Run, wide: dict[int, Tensor]) -> None:
         whole, C, H = run.whole, run.whole.length, self.H
@@ -341,9 +345,10 @@ class SliceEngine:
             W = torch.bmm(solve[part], changed[part].addcmul_(gamma[part], read, value=-1), out=read)
             for group in batch.exits:
                 if group.exporting:
-                    new = torch.empty(S.shape, dtype=self.dtype, device=self.device)
+                    own = group.heads(H)
+                    new = torch.empty_like(S[own])
                     left = group.decay(D[member.chunks])
-                    self.exit_state(group, left, gates.part(member.chunks), k[part], W, S, new)
+                    self.exit_state(group, left, gates.part(member.chunks), k[part][own], W[own], S[own], new)
                     wide.update(zip(group.states, new.view(-1, H, self.K, both), strict=True))
 
     def exit_state(

@@ -55,11 +55,11 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExitGroup:
-    """The n-th exit of every chunk of a batch.
+    """The n-th exit of the first M chunks of a batch: of all that have so many.
 
     Attributes:
-        states: exit state of each chunk, N consecutive numbers.
-        position: int64 [N], the row of the chunk after which the state is taken.
+        states: exit state of each of these chunks, M consecutive numbers.
+        position: int64 [M], the row of the chunk after which the state is taken.
         at: that position if it is the same in all chunks, else -1.
         exporting: per chunk, whether an export lies at or below the state.
     """
@@ -69,26 +69,30 @@ class ExitGroup:
     at: int
     exporting: bool
 
+    def heads(self, num_heads: int) -> slice:
+        """Its chunks where chunks and heads are one dim."""
+        return slice(0, len(self.states) * num_heads)
+
     def row(self, x: Tensor) -> Tensor:
-        """Row `position[n]` of x [N, H, C, R] for each chunk n: [N, H, R]."""
+        """Row `position[n]` of x [N, H, C, R] for each of its chunks n: [M, H, R]."""
         if self.at >= 0:
-            return x[:, :, self.at]
+            return x[: len(self.states), :, self.at]
         return x[torch.arange(len(self.position), device=x.device), :, self.position]
 
     def decay(self, D: Tensor) -> Tensor:
-        """`row` as a column for each head: [N H, R, 1]."""
+        """`row` as a column for each head: [M H, R, 1]."""
         row = self.row(D)
         return row.reshape(-1, row.shape[-1], 1)
 
     def add(self, x: Tensor, to: Tensor) -> None:
-        """Adds x [N, H] to the place `position[n]` of `to` [N, H, C]."""
+        """Adds x [M, H] to the place `position[n]` of `to` [N, H, C]."""
         if self.at >= 0:
-            to[:, :, self.at] += x
+            to[: len(self.states), :, self.at] += x
         else:
             to[torch.arange(len(self.position), device=x.device), :, self.position] += x
 
     def clear(self, x: Tensor) -> None:
-        """Zeroes the place `position[n]` of x [N, H, C]."""
+        """Zeroes the place `position[n]` of x [M, H, C]."""
         if self.at >= 0:
             x[:, :, self.at] = 0
         else:
@@ -107,7 +111,8 @@ class ChunkBatch:
         ancestors: bool [1 or N, C, C], [i, j] true if row i sees row j (itself included); all false at padding.
         chains: every row of every chunk continues the one before it.
         slots, parents: the slot, or else the exit state, that each chunk starts from; None where they start from none.
-        exits: see `ExitGroup`.
+        exits: see `ExitGroup`; chunks with more exits come first.
+        by_row: the chunks in the order of their rows.
         entering, exporting: see `Chunk`; the same for all chunks.
     """
 
@@ -121,6 +126,7 @@ class ChunkBatch:
     slots: tuple[int, ...] | None
     parents: tuple[int, ...] | None
     exits: tuple[ExitGroup, ...]
+    by_row: tuple[int, ...]
     entering: bool
     exporting: bool
 
@@ -269,8 +275,8 @@ class Schedule:
         ordered = [sorted(c.exits.items()) for c in chunks]
         exits = []
         for n in range(len(ordered[0])):
-            position = [e[n][0] for e in ordered]
-            states = [e[n][1] for e in ordered]
+            position = [e[n][0] for e in ordered if len(e) > n]
+            states = [e[n][1] for e in ordered if len(e) > n]
             assert states == list(range(states[0], states[0] + len(states))), "exit states of a batch are consecutive"
             exits.append(
                 ExitGroup(
@@ -291,6 +297,7 @@ class Schedule:
             slots=tuple(c.slot for c in chunks) if chunks[0].slot >= 0 else None,
             parents=tuple(c.parent for c in chunks) if chunks[0].parent >= 0 else None,
             exits=tuple(exits),
+            by_row=tuple(sorted(range(len(chunks)), key=lambda n: chunks[n].rows[0])),
             entering=chunks[0].entering,
             exporting=chunks[0].exporting,
         )
@@ -317,7 +324,7 @@ def _join(batches: Sequence[ChunkBatch]) -> Run:
     whole = batches[0]
     if len(batches) > 1:
         rows = torch.cat([b.rows for b in batches])
-        whole = replace(whole, count=at, rows=rows, slots=None, parents=None, exits=())
+        whole = replace(whole, count=at, rows=rows, slots=None, parents=None, exits=(), by_row=())
     return Run(members=tuple(members), whole=whole)
 
 
@@ -404,15 +411,16 @@ def _number_exits(chunks: Iterable[Chunk]) -> tuple[list[list[Chunk]], dict[int,
     groups: dict[tuple[int, ...], list[Chunk]] = {}
     for c in chunks:
         bucket = int(_BUCKETS[np.searchsorted(_BUCKETS, len(c.rows))])
-        key = (c.level, bucket, c.entering, c.exporting, c.slot >= 0, c.parent >= 0, len(c.exits))
+        key = (c.level, bucket, c.entering, c.exporting, c.slot >= 0, c.parent >= 0)
         groups.setdefault(key, []).append(c)
-    ordered = [sorted(groups[key], key=lambda c: c.rows[0]) for key in sorted(groups)]
+    ordered = [sorted(groups[key], key=lambda c: (-len(c.exits), c.rows[0])) for key in sorted(groups)]
     renumber: dict[int, int] = {}
     for group in ordered:
         per_chunk = [sorted(c.exits.items()) for c in group]
         for n in range(len(per_chunk[0])):
             for e in per_chunk:
-                renumber[e[n][1]] = len(renumber)
+                if len(e) > n:
+                    renumber[e[n][1]] = len(renumber)
     for c in chunks:
         c.exits = {position: renumber[state] for position, state in c.exits.items()}
         c.parent = renumber[c.parent] if c.parent >= 0 else NO_STATE
