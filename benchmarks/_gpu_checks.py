@@ -27,8 +27,8 @@ NAMES = ("q", "k", "v", "g", "beta")
 FP32_BOUND, BF16_BOUND = 2e-5, 1.6e-2
 # Where the library solves its triangular systems with TF32 products, whatever the rows' type is: 4 x 2^-11.
 TF32_BOUND = 2e-3
-# A whole model in bf16 rounds every activation of every layer: in the worst gradient of the checked case backend "torch"
-# is 7.6e-2 off, of which this is twice. In fp32 a model is held to what an op is, with TF32 to twice that.
+# A whole model in bf16 rounds every activation of every layer: backend "torch" is 7.6e-2 off in the worst gradient of
+# the checked case, and this is twice that. In fp32 a model is held to what an op is, with TF32 to twice that.
 MODEL_BF16_BOUND = 0.15
 Sizes = dict[str, Any]
 
