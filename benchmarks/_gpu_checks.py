@@ -126,19 +126,21 @@ class ChainCarrier(ExchangeCarrier):
     def __init__(self, board: dict[str, dict[int, Tensor]], rank: int) -> None:
         self.board, self.rank = board, rank
 
-    def incoming(self, states: Tensor, transitions: Tensor) -> Tensor:
+    def incoming(self, states: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
         before = self.board["states"].get(self.rank - 1)
         for state in states:
             M = transitions[0] if before is not None else None
             self.board["states"][self.rank] = state.clone() if M is None else state + M @ before
-        return states[:0] if before is None else before[None]
+        found = states[:0] if before is None else before[None]
+        return lambda: found
 
-    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Tensor:
+    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
         owed = self.board["gradients"].get(self.rank)
         for gradient in d_incoming:
             through = 0 if owed is None else transitions[0].mT @ owed
             self.board["gradients"][self.rank - 1] = gradient + through
-        return d_incoming[:0] if owed is None else owed[None]
+        found = d_incoming[:0] if owed is None else owed[None]
+        return lambda: found
 
 
 def check_tree(dtype: torch.dtype, device: torch.device, sizes: Sizes) -> dict[str, float]:

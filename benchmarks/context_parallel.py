@@ -15,7 +15,6 @@ part of the heads, and the results are exchanged back.
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -31,7 +30,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deltamesh.distributed import collectives
-from deltamesh.distributed.collectives import Group, Pending, all_to_all_rows, start_receive, start_send
+from deltamesh.distributed.collectives import (
+    Group,
+    Pending,
+    all_to_all_rows,
+    start_all_to_all_rows,
+    start_receive,
+    start_send,
+)
 from deltamesh.ops.gated_delta_rule import context_parallel, gated_delta_rule, pipeline_carrier, scan_carrier
 from deltamesh.testing.rank_pool import RankPool
 
@@ -170,6 +176,20 @@ class Stamped:
         return data
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """An exchange and the moment at which the last rank's part is there."""
+
+    rows: Pending
+    arrival: float
+    clock: Clock
+
+    def wait(self) -> Tensor:
+        data = self.rows.wait()
+        self.clock.wait_until(self.arrival)
+        return data
+
+
 @contextmanager
 def stamped_messages(clock: Clock) -> Iterator[None]:
     """All messages of the carriers and of the baseline set the clock."""
@@ -182,18 +202,19 @@ def stamped_messages(clock: Clock) -> Iterator[None]:
         stamp = torch.empty(1, dtype=torch.float64)
         return Stamped(message=start_receive(x, peer, group), stamp=start_receive(stamp, peer, group), clock=clock)
 
-    def exchange(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> Tensor:
+    def start_exchange(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> Exchanged:
         row = x[:1].numel() * x.element_size()
         here = clock.now() + _MESSAGE_SECONDS + (sum(send) - send[group.rank]) * row * _BYTE_SECONDS
         latest = collectives.all_reduce(torch.tensor([here], dtype=torch.float64), group, "max")
-        out = all_to_all_rows(x, send, recv, group)
-        clock.wait_until(latest.item())
-        return out
+        return Exchanged(rows=start_all_to_all_rows(x, send, recv, group), arrival=latest.item(), clock=clock)
+
+    def exchange(x: Tensor, send: Sequence[int], recv: Sequence[int], group: Group) -> Tensor:
+        return start_exchange(x, send, recv, group).wait()
 
     with (
         mock.patch.object(pipeline_carrier, "start_send", send),
         mock.patch.object(pipeline_carrier, "start_receive", receive),
-        mock.patch.object(scan_carrier, "all_to_all_rows", exchange),
+        mock.patch.object(scan_carrier, "start_all_to_all_rows", start_exchange),
         mock.patch.dict(globals(), {"exchange_heads": exchange}),
     ):
         yield
@@ -304,7 +325,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "context_parallel.json")
     args = parser.parse_args(argv)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin would take a busy core from the others
     results = []
     print(
         f"{args.clock} clock, {args.heads} heads, K = V = {args.dim}, fp32; "

@@ -19,6 +19,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -134,9 +135,7 @@ def flops(length: int, heads: int, dim: int, *, backward: bool) -> float:
     return 2.0 * length * heads * (forward + backward * (6 * square + 8 * narrow))
 
 
-def _memory_case(
-    queue: "multiprocessing.Queue[float]", name: str, threads: int, sizes: tuple[int, int, int, int]
-) -> None:
+def _memory_case(name: str, threads: int, *sizes: int) -> float:
     torch.set_num_threads(threads)
     both_time(RULES[name], *make_inputs(128, *sizes[1:]), "wall")
     leaves, d_out = make_inputs(*sizes)
@@ -144,7 +143,7 @@ def _memory_case(
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     both_time(RULES[name], leaves, d_out, "wall")
-    queue.put((_status("VmHWM") - before) / 1024)
+    return (_status("VmHWM") - before) / 1024
 
 
 def _status(field: str) -> int:
@@ -154,13 +153,8 @@ def _status(field: str) -> int:
 
 def peak_memory(name: str, threads: int, *sizes: int) -> float:
     """MiB that forward and backward add to the peak of a fresh process."""
-    spawn = multiprocessing.get_context("spawn")
-    queue = spawn.Queue()
-    process = spawn.Process(target=_memory_case, args=(queue, name, threads, sizes))
-    process.start()
-    result: float = queue.get()
-    process.join()
-    return result
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_memory_case, name, threads, *sizes).result()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

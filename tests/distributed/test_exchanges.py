@@ -176,8 +176,8 @@ def run_carrier(topology: Topology) -> tuple[Tensor, Tensor, int]:
     states, moves, grads = carrier_data(topology, mesh.world.rank)
     carrier = ScanCarrier(links, mesh.cp, torch.device("cpu"))
     exports, through = int(me < P - 1), int(0 < me < P - 1)
-    incoming = carrier.incoming(states[me : me + exports], moves[me : me + through])
-    outgoing = carrier.outgoing_gradient(grads[me : me + int(me > 0)], moves[me : me + through])
+    incoming = carrier.incoming(states[me : me + exports], moves[me : me + through])()
+    outgoing = carrier.outgoing_gradient(grads[me : me + int(me > 0)], moves[me : me + through])()
     sent = sum(len(part) for part in links.forward.send_transitions)
     return incoming, outgoing, sent
 

@@ -20,15 +20,15 @@ from deltamesh.train.trainer_rank import TrainerRank
 def count_exchanges(topology: Topology, recompute: str) -> tuple[list[int], list[int]]:
     """Elements sent by each exchange of one forward, and of its backward."""
     sent: list[int] = []
-    real = collectives.all_to_all_rows
+    real = collectives.start_all_to_all_rows
 
-    def counting(x: Tensor, *args: object) -> Tensor:
+    def counting(x: Tensor, *args: object) -> collectives.Pending:
         sent.append(x.numel())
         return real(x, *args)  # type: ignore[arg-type]
 
     with (
-        mock.patch.object(collectives, "all_to_all_rows", counting),
-        mock.patch.object(scan_carrier, "all_to_all_rows", counting),
+        mock.patch.object(collectives, "start_all_to_all_rows", counting),
+        mock.patch.object(scan_carrier, "start_all_to_all_rows", counting),
     ):
         rank = TrainerRank.from_pretrained(
             "tiny", topology=topology, recompute=recompute, cuts=CUT_RULES["at-forks"], carrier="scan"

@@ -181,10 +181,11 @@ def kernel_results(
 
     forward = engine()
     out = torch.full(case.d_out.shape, float("nan"), dtype=case.d_out.dtype, device=device)
-    forward.run_local(out, incoming[:num_given])
+    forward.before_exchange(out, incoming[:num_given])
     E, M = forward.transitions()
     exports = forward.exported(E).clone()
-    forward.run_entering(out, incoming)
+    forward.during_exchange(out, incoming[:num_given])
+    forward.after_exchange(out, incoming)
     for n, position in enumerate(schedule.through):
         slot = case.pieces.entry_slot[case.pieces.exports[position]]
         exports[position] += M[n] @ incoming[slot]
@@ -197,6 +198,7 @@ def kernel_results(
         d_finals=case.d_finals.to(device),
     )
     d_incoming = backward.before_exchange().clone()
+    backward.during_exchange()
     d_given = backward.after_exchange(case.d_exports.to(device))
     g = backward.grads
     return Results(

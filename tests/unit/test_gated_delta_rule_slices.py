@@ -1,5 +1,6 @@
 """A stream cut into slices that exchange (E, M) in memory gives the result of one process, values and gradients."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,7 +42,7 @@ class BoardCarrier(ExchangeCarrier):
         self.imports = forest.imports(rank).tolist()
         self.through = [n for n, b in enumerate(self.exports) if forest.entry[b] >= 0]
 
-    def incoming(self, states: Tensor, transitions: Tensor) -> Tensor:
+    def incoming(self, states: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
         self.board.calls.append(("incoming", self.rank))
         assert len(transitions) == len(self.through)
         M = dict(zip(self.through, transitions, strict=True))
@@ -49,9 +50,10 @@ class BoardCarrier(ExchangeCarrier):
             source = int(self.board.forest.entry[b])
             self.board.states[b] = state + M[n] @ self.board.states[source] if n in M else state.clone()
         known = [self.board.states[b] for b in self.imports]
-        return torch.stack(known) if known else states.new_empty(0, *states.shape[1:])
+        found = torch.stack(known) if known else states.new_empty(0, *states.shape[1:])
+        return lambda: found
 
-    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Tensor:
+    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
         self.board.calls.append(("outgoing_gradient", self.rank))
         gradients = self.board.gradients
         for b, gradient in zip(self.imports, d_incoming, strict=True):
@@ -60,7 +62,8 @@ class BoardCarrier(ExchangeCarrier):
         for t, n in enumerate(self.through):
             source = int(self.board.forest.entry[self.exports[n]])
             gradients[source] = gradients.get(source, 0) + transitions[t].mT @ whole[n]
-        return torch.stack(whole) if whole else d_incoming.new_empty(0, *d_incoming.shape[1:])
+        found = torch.stack(whole) if whole else d_incoming.new_empty(0, *d_incoming.shape[1:])
+        return lambda: found
 
 
 def _run_sliced(forest: Forest, x: Inputs, d_out: Tensor, given_nodes: list[int], initial: Tensor) -> list[Tensor]:
@@ -117,6 +120,25 @@ def test_random_forests_cut_anywhere_equal_one_process(forest: Forest, regime: s
     roots = np.flatnonzero(forest.parent < 0).tolist()
     given_nodes = [n for n in roots if data.draw(st.booleans())]
     _check(forest, given_nodes=given_nodes, regime=regime)
+
+
+@settings(max_examples=20, deadline=None)
+@given(forest=forests())
+def test_slices_without_gradients_give_the_outputs_of_slices_with_them(forest: Forest) -> None:
+    x = make_inputs(forest.num_rows, Hk=1, H=2, K=5, V=3)
+    cut = cut_forest(forest.parent, forest.start, forest.length, forest.cuts)
+    outputs = []
+    for wanted in (True, False):
+        board = Board(forest=cut)
+        with torch.set_grad_enabled(wanted):
+            for r in range(cut.num_slices):
+                part = [t.detach()[:, cut.cuts[r] : cut.cuts[r + 1]].requires_grad_(wanted) for t in x.leaves()]
+                pieces = cut.slice_pieces(r, np.zeros(0, np.int64))
+                o, _ = gated_delta_rule(*part, context=ScanContext.build(pieces, carrier=BoardCarrier(board, r)))
+                outputs.append(o.detach())
+    half = len(outputs) // 2
+    for with_gradients, without in zip(outputs[:half], outputs[half:], strict=True):
+        torch.testing.assert_close(without, with_gradients, rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=15, deadline=None)

@@ -76,15 +76,6 @@ def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
     return out
 
 
-def all_to_all_rows(x: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: Group) -> Tensor:
-    """Sends send_splits[p] rows of `x` to peer p and returns what arrives, in the order of the sending peers."""
-    if group.handle is None:
-        return x.clone()
-    out = x.new_empty((sum(recv_splits), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), list(recv_splits), list(send_splits), group=group.handle)
-    return out
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pending:
     """A message on its way.
@@ -92,16 +83,33 @@ class Pending:
     Attributes:
         data: what is sent, not to be written before `wait`; or what arrives, not to be read before it.
         work: torch's handle.
+        held: what must live until then.
     """
 
     data: Tensor
     work: dist.Work | None
+    held: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Returns the data once it has left or arrived."""
         if self.work is not None:
             self.work.wait()
         return self.data
+
+
+def start_all_to_all_rows(x: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: Group) -> Pending:
+    """Begins to send send_splits[p] rows of `x` to peer p; what arrives is in the order of the sending peers."""
+    if group.handle is None:
+        return Pending(data=x.clone(), work=None)
+    x, out = x.contiguous(), x.new_empty((sum(recv_splits), *x.shape[1:]))
+    splits = list(recv_splits), list(send_splits)
+    work = dist.all_to_all_single(out, x, *splits, group=group.handle, async_op=True)
+    return Pending(data=out, work=work, held=x)
+
+
+def all_to_all_rows(x: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: Group) -> Tensor:
+    """`start_all_to_all_rows`, waited for."""
+    return start_all_to_all_rows(x, send_splits, recv_splits, group).wait()
 
 
 def start_send(x: Tensor, peer: int, group: Group) -> Pending:

@@ -1,9 +1,10 @@
 """Which way boundary states are carried: by one exchange of (E, M), or in a pipeline of true states.
 
-The rule computes how long the gated delta rule of one layer, forward and backward, takes each way. `scan`: everybody
-waits for the slowest before the one exchange of each direction, and paths that cross a slice pay for M and for a second
-pass over the states. `pipeline`: no extra work, but a slice may wait for those before it; the waits are followed block
-of heads by block of heads, as the carrier runs. A pure function of the cuts and the layer's shape, so every rank
+The rule computes how long the gated delta rule of one layer, forward and backward, takes each way. `scan`: what enters
+a slice waits until everybody has made the states that leave, while work that waits for nobody goes on; paths that cross
+a slice pay for M, and those that enter one for a second pass over the gradients of states. `pipeline`: no extra work,
+but a slice may wait for those before it; the waits are followed block of heads by block of heads, as the carrier runs.
+A pure function of the cuts and the layer's shape, so every rank
 chooses alike.
 """
 
@@ -23,14 +24,16 @@ CarrierName = Literal["auto", "scan", "pipeline"]
 StateLinks = ScanLinks | PipelineLinks
 Floats = npt.NDArray[np.float64]
 
-# Measured on a CPU with one thread, processor time (H = 16, K = V = 128, fp32, 2048 rows of a through path):
-# the forward makes 17 GMAC/s of what `_Work` counts and the backward takes 2.1 times as long; solving the systems of
-# the chunks, which needs no state, is 17% of the forward; E and M take 0.75 of the forward, as the gradient's second
-# pass does, near what `_Work` counts for them. Every block of heads after the first costs 2% of the work and 0.3 ms.
-# Assumed, not measured: a message over gloo on one machine takes 0.3 ms and 1 ns per byte.
-_SECONDS_PER_MAC = 1 / 17e9
-_BACKWARD = 2.1
+# Measured on a CPU with one thread, processor time (H = 16, K = V = 128, fp32, 2048 rows of a path): the forward makes
+# 19 GMAC/s of what `_Work` counts and the backward takes 1.9 times as long. Of the forward, states alone take 0.53 and
+# solving the systems of the chunks, which needs no state, 0.17; E and M take 0.9 of it, near what `_Work` counts for
+# them; of the backward, passing on the gradients of states takes 0.41. Every block of heads after the first costs 2% of
+# the work and 0.3 ms. Assumed, not measured: a message over gloo on one machine takes 0.3 ms and 1 ns per byte.
+_SECONDS_PER_MAC = 1 / 19e9
+_BACKWARD = 1.9
+_STATES = 0.53
 _STATELESS = 0.17
+_PASS_ON = 0.41
 _BLOCK = 0.02  # of the work, for each block of heads after the first
 _BLOCK_SECONDS = 3e-4
 _MESSAGE_SECONDS = 3e-4
@@ -92,15 +95,18 @@ def scan_seconds(forest: CutForest, shape: RuleShape) -> float:
             + sum(len(x) for x in d.send_transitions) * pair * shape.key_dim
             for d in directions
         ]
-        through = work.transition * rows.entering_exporting
         if way == "forward":
-            before = work.forward * rows.local + through
-            after = work.forward * rows.entering
+            before = work.forward * _STATES * rows.local_exporting + work.transition * rows.entering_exporting
+            during = work.forward * (
+                (1 - _STATES) * rows.local_exporting + rows.local_rest + _STATELESS * rows.entering_rest
+            )
+            after = work.forward * ((1 - _STATELESS) * rows.entering)
         else:
-            before = scale * work.forward * rows.entering_rest + through
-            after = scale * work.forward * (rows.local + rows.entering_exporting)
-        total += float(before.max() + after.max()) + _MESSAGE_SECONDS * (forest.num_slices > 1)
-        total += max(sent) * _BYTE_SECONDS
+            before = scale * work.forward * _PASS_ON * rows.entering
+            during = scale * work.forward * (rows.local_rest + rows.entering_rest)
+            after = scale * work.forward * (rows.local_exporting + rows.entering_exporting)
+        arrival = before.max() + _MESSAGE_SECONDS * (forest.num_slices > 1) + max(sent) * _BYTE_SECONDS
+        total += float((np.maximum(arrival, before + during) + after).max())
     return total
 
 
@@ -153,10 +159,6 @@ class _Rows:
     local_rest: Floats
     entering_exporting: Floats
     entering_rest: Floats
-
-    @property
-    def local(self) -> Floats:
-        return self.local_exporting + self.local_rest
 
     @property
     def entering(self) -> Floats:

@@ -87,21 +87,23 @@ class SliceBackward:
     def before_exchange(self) -> Tensor:
         """Gradients of the carried slots with all exported gradients zero, [num_slots - num_given, H, K, V].
 
-        Chunks that enter and have no export below are finished here; those with one only pass the state's gradient on.
+        The chunks that enter only pass the gradients of states on, so that what others wait for leaves early.
         """
-        partial = StateGradients()  # what comes back through chunks that are not finished yet
+        partial = StateGradients()
         with self.engine.precise():
             for index, run in self._reversed(entering=True):
-                if run.whole.exporting:
-                    self._pass_on(index, run, partial)
-                else:
-                    self._backward(index, run)
+                self._pass_on(index, run, partial)
         schedule = self.engine.schedule
         for slot in range(schedule.num_given, schedule.num_slots):
-            from_partial = partial.pop(-1 - slot)
-            if from_partial is not None:
-                self.slots.add(slot, from_partial)
+            gradient = partial.pop(-1 - slot)
+            if gradient is not None:
+                self.slots.add(slot, gradient)
         return self.slot_gradients(range(schedule.num_given, schedule.num_slots))
+
+    def during_exchange(self) -> None:
+        """All chunks with no export below them."""
+        self.run(entering=True, exporting=False)
+        self.run(entering=False, exporting=False)
 
     def after_exchange(self, d_exports: Tensor) -> Tensor:
         """The rest, with the gradients of the exports [n_exports, H, K, V].
@@ -111,7 +113,7 @@ class SliceBackward:
         """
         self.add_export_gradients(d_exports, range(len(self.engine.schedule.exports)))
         self.run(entering=True, exporting=True)
-        self.run(entering=False)
+        self.run(entering=False, exporting=True)
         return self.finish()
 
     def run(self, *, entering: bool, exporting: bool | None = None) -> None:
@@ -145,11 +147,11 @@ class SliceBackward:
     def _backward(self, index: int, run: Run) -> None:
         e, whole, N, C = self.engine, run.whole, run.whole.count, run.whole.length
         gates, B, new = e.gates[index], N * e.H, e.buffer
-        qk, inverse = e.load_qk(whole)
-        gram = e.gram(qk, whole)
+        qk, inverse = e.rows.load_qk(whole)
+        gram = e.rows.gram(qk, whole)
         D = gates.decays(new("D", N, e.H, C, C))
-        P = e.over_value_heads(D, gram[:, :, :C], new("P", B, C, C))
-        qk_H = e.per_value_head(qk, whole)
+        P = e.rows.over_value_heads(D, gram[:, :, :C], new("P", B, C, C))
+        qk_H = e.rows.per_value_head(qk, whole)
         W, d_out = e.kept.writes[index], self._load_d_out(whole)
         dW = torch.bmm(P.mT, d_out, out=new("dW", B, C, e.V))
         Y = torch.bmm(d_out, W.mT, out=new("Y", B, C, C))
@@ -161,7 +163,7 @@ class SliceBackward:
             torch.mul(d_out, gates.gamma.view(-1, C, 1), out=flows[:, :C])
         for member in reversed(run.members):
             self._backward_through_states(index, member, gates, D, qk_H, W, dW, dV, dK_exits, flows, dqk)
-        e.store(whole, self.grads.v, dV)
+        e.rows.store(whole, self.grads.v, dV)
 
         # Pairs of rows.
         Z = torch.bmm(dV, W.mT, out=new("Z", B, C, C))
@@ -170,25 +172,25 @@ class SliceBackward:
         Y.mul_(D)
         D.diagonal(dim1=1, dim2=2).zero_()
         Z.mul_(D)
-        pair = e.over_value_heads(Y.view(N, e.H, C, C), gram[:, :, :C], new("P", B, C, C))
-        pair.sub_(e.over_value_heads(Z.view(N, e.H, C, C), gram[:, :, C:], new("A", B, C, C)))
+        pair = e.rows.over_value_heads(Y.view(N, e.H, C, C), gram[:, :, :C], new("P", B, C, C))
+        pair.sub_(e.rows.over_value_heads(Z.view(N, e.H, C, C), gram[:, :, C:], new("A", B, C, C)))
         pair.diagonal(dim1=1, dim2=2).zero_()
         gates.dG.add_(pair.sum(2).sub_(pair.sum(1)).view(N, e.H, C))
         Z = torch.add(Z, Z.mT, out=new("A", B, C, C))
-        Y, Z = e.over_key_heads(Y, whole), e.over_key_heads(Z, whole)
+        Y, Z = e.rows.over_key_heads(Y, whole), e.rows.over_key_heads(Z, whole)
         q, k = qk[:, :C], qk[:, C:]
         dq = torch.bmm(Y, k, out=new("rows1", len(qk), C, e.K))
         dk = torch.bmm(Y.mT, q, out=new("rows2", len(qk), C, e.K)).baddbmm_(Z, k, alpha=-1)
-        dk.add_(e.over_key_heads(dK_exits, whole))
+        dk.add_(e.rows.over_key_heads(dK_exits, whole))
 
         # What was read from states.
         if dqk is not None:
             weight = torch.mul(dqk, qk_H, out=new("weights", B, 2 * C, e.K)).sum(-1)
             gates.dG.add_(weight.view(N, e.H, 2, C).sum(2))
-            dqk = e.over_key_heads(dqk, whole)
+            dqk = e.rows.over_key_heads(dqk, whole)
             dq.add_(dqk[:, :C])
             dk.add_(dqk[:, C:])
-        self._store_qk(whole, self.grads.q, q, dq, None if inverse is None else inverse[:, :C], e.scale)
+        self._store_qk(whole, self.grads.q, q, dq, None if inverse is None else inverse[:, :C], e.rows.scale)
         self._store_qk(whole, self.grads.k, k, dk, None if inverse is None else inverse[:, C:], 1.0)
 
     def _backward_through_states(
@@ -262,10 +264,10 @@ class SliceBackward:
         """Only the gradients of the states that the chunks start from."""
         e, whole, N, C = self.engine, run.whole, run.whole.count, run.whole.length
         gates, B, new = e.gates[index], N * e.H, e.buffer
-        qk, _ = e.load_qk(whole)
+        qk, _ = e.rows.load_qk(whole)
         D = gates.decays(new("D", N, e.H, C, C))
-        P = e.over_value_heads(D, e.gram(qk, whole)[:, :, :C], new("P", B, C, C))
-        qk = e.per_value_head(qk, whole)
+        P = e.rows.over_value_heads(D, e.rows.gram(qk, whole)[:, :, :C], new("P", B, C, C))
+        qk = e.rows.per_value_head(qk, whole)
         d_out = self._load_d_out(whole)
         dW = torch.bmm(P.mT, d_out, out=new("dW", B, C, e.V))
         flows = new("read", B, 2 * C, e.V)
@@ -290,7 +292,7 @@ class SliceBackward:
 
     def _load_d_out(self, batch: ChunkBatch) -> Tensor:
         """Rows of the gradient of o, [B, C, V]."""
-        e, rows = self.engine, self.engine.load(batch, self.d_out)
+        e, rows = self.engine, self.engine.rows.load(batch, self.d_out)
         if batch.count == 1:
             return rows.reshape(-1, batch.length, e.V)
         return e.buffer("d_out", *rows.shape).copy_(rows).view(-1, batch.length, e.V)
@@ -331,7 +333,7 @@ class SliceBackward:
             along = torch.mul(y, dy, out=self.engine.buffer("dqk", *dy.shape)).sum(-1, keepdim=True)
             dy.addcmul_(y, along, value=-1 / scale**2)
             factor = inverse * scale
-        with self.engine.rows_of(batch, out) as dx:
+        with self.engine.rows.rows_of(batch, out) as dx:
             torch.mul(dy.view(dx.shape), factor if isinstance(factor, float) else factor.view(*dx.shape[:3], 1), out=dx)
 
     def _reversed(self, *, entering: bool, exporting: bool | None = None) -> Iterator[tuple[int, Run]]:

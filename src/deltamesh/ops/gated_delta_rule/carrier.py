@@ -5,7 +5,7 @@ them: all heads at once around one exchange (`ExchangeCarrier`), or a block of h
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -36,14 +36,15 @@ class Carrier(Protocol):
 class ExchangeCarrier(ABC):
     """All heads in one block around one exchange each way; `incoming` and `outgoing_gradient` are it.
 
-    Letters as in `blocks`.
+    Both begin an exchange and return a function that waits for its result: the slice works on in between. Letters as in
+    `blocks`.
     """
 
     num_blocks = 1
 
     @abstractmethod
-    def incoming(self, states: Tensor, transitions: Tensor) -> Tensor:
-        """Gives the true states of the carried slots, [Y, H, K, V].
+    def incoming(self, states: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
+        """Brings the true states of the carried slots, [Y, H, K, V].
 
         Args:
             states: [X, H, K, V], the true state of each export, or for a through export E, the state it would have if
@@ -52,8 +53,8 @@ class ExchangeCarrier(ABC):
         """
 
     @abstractmethod
-    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Tensor:
-        """Gives the whole gradient of each export, [X, H, K, V].
+    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
+        """Brings the whole gradient of each export, [X, H, K, V].
 
         Args:
             d_incoming: [Y, H, K, V], the gradient of each carried slot with the gradients of all exports taken as zero.
@@ -65,31 +66,34 @@ class ExchangeCarrier(ABC):
         """Calls `incoming` exactly once, with zero states if need be."""
         for block in blocks:
             engine = block.engine
-            engine.run_local(block.out, block.given)
+            engine.before_exchange(block.out, block.given)
             through_states, block.transitions = engine.transitions()
-            carried = self.incoming(engine.exported(through_states), block.transitions)
-            engine.run_entering(block.out, block.receive(carried, self))
+            wait = self.incoming(engine.exported(through_states), block.transitions)
+            engine.during_exchange(block.out, block.given)
+            engine.after_exchange(block.out, block.receive(wait(), self))
 
     def run_backward(self, blocks: Sequence[BackwardBlock]) -> None:
         """Calls `outgoing_gradient` exactly once, with zero states if need be."""
         for block in blocks:
-            d_carried = block.phases.before_exchange()
-            block.d_given = block.phases.after_exchange(self.outgoing_gradient(d_carried, block.transitions))
+            phases = block.phases
+            wait = self.outgoing_gradient(phases.before_exchange(), block.transitions)
+            phases.during_exchange()
+            block.d_given = phases.after_exchange(wait())
 
 
 class LocalCarrier(ExchangeCarrier):
     """The carrier of a slice that is the whole stream: nothing enters, nothing leaves."""
 
-    def incoming(self, states: Tensor, transitions: Tensor) -> Tensor:
-        """Returns no states; raises ValueError if the slice exports any."""
+    def incoming(self, states: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
+        """Brings no states; raises ValueError if the slice exports any."""
         if len(states):
             raise ValueError(f"this slice exports {len(states)} states but LocalCarrier has no peer; give a carrier")
-        return states
+        return lambda: states
 
-    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Tensor:
-        """Returns no gradients; raises ValueError if the slice has carried slots."""
+    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
+        """Brings no gradients; raises ValueError if the slice has carried slots."""
         if len(d_incoming):
             raise ValueError(
                 f"this slice imports {len(d_incoming)} states but LocalCarrier has no peer; give a carrier"
             )
-        return d_incoming
+        return lambda: d_incoming

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from deltamesh.ops.gated_delta_rule.chunk_math import unit_lower_inverse
 from deltamesh.ops.gated_delta_rule.gates import Gates, GateTable
-from deltamesh.ops.gated_delta_rule.memory import Arena, StatePool, Workspace, fresh
-from deltamesh.ops.gated_delta_rule.naive import L2NORM_EPS
-from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch, ExitGroup, Run, Schedule
+from deltamesh.ops.gated_delta_rule.memory import Arena, StatePool, Workspace
+from deltamesh.ops.gated_delta_rule.rows import SliceRows
+from deltamesh.ops.gated_delta_rule.schedule import ChunkBatch, ExitGroup, Member, Run, Schedule
 from deltamesh.ops.precision import full_precision_matmul
 
 # Rows x value heads of a batch. On a CPU the operands of one batch should stay in the cache.
@@ -97,11 +97,9 @@ class SliceEngine:
         workspace: Workspace | None = None,
     ) -> None:
         self.schedule = schedule
-        self.q, self.k, self.v = q, k, v
-        self.scale, self.use_qk_l2norm, self.kept, self.keep = scale, use_qk_l2norm, kept, keep
+        self.kept, self.keep = kept, keep
         self.H, self.V = v.shape[1:]
-        self.Hk, self.K = k.shape[1:]
-        self.J = self.H // self.Hk
+        self.K = k.shape[2]
         self.state_shape = (self.H, self.K, self.V)
         self.device = v.device
         self.dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
@@ -110,6 +108,7 @@ class SliceEngine:
         self.runs = schedule.runs(max_rows, _BATCHES_PER_RUN * max_rows)
         self.gates = GateTable([run.whole for run in self.runs], g, beta, self.dtype, backward=backward)
         self.buffer = self.workspace = Workspace(self.dtype, self.device) if workspace is None else workspace
+        self.rows = SliceRows(q, k, v, scale=scale, use_qk_l2norm=use_qk_l2norm, buffer=self.buffer)
         # States that are not kept, and what makes them.
         self._producer = {
             group.states[0]: (index, member, group)
@@ -129,6 +128,31 @@ class SliceEngine:
 
     # Phases
 
+    def before_exchange(self, out: Tensor, given: Tensor) -> None:
+        """What exports wait for; `given` is [num_given, H, K, V].
+
+        The outputs of these chunks come later if their writes are kept, else they are filled in now.
+        """
+        if not self.keep:
+            self.run_local(out, given, exporting=True)
+            return
+        with self.precise():
+            for index, run in self.numbered(entering=False, exporting=True):
+                self._write_alone(index, run, given)
+
+    def during_exchange(self, out: Tensor, given: Tensor) -> None:
+        """All that is left to do without carried states."""
+        if self.keep:
+            with self.precise():
+                for index, run in self.numbered(entering=False, exporting=True):
+                    self._read_alone(index, run, out, given)
+        self.run_local(out, given, exporting=False)
+        self.prepare_entering()
+
+    def after_exchange(self, out: Tensor, incoming: Tensor) -> None:
+        """The rest, with the states of all slots [num_slots, H, K, V]."""
+        self.run_entering(out, incoming)
+
     def run_local(self, out: Tensor, given: Tensor, *, exporting: bool | None = None) -> None:
         """Everything that needs no carried state; fills its rows of `out` [T, H, V].
 
@@ -142,7 +166,7 @@ class SliceEngine:
         """The part of `run_entering` that needs no state: the systems of its chunks are solved."""
         with self.precise():
             for index, run in self.numbered(entering=True):
-                self._solve_from(index, self.load_k(run.whole), self._decays(index))
+                self._solve_from(index, self.rows.load_k(run.whole), self._decays(index))
 
     def transitions(self) -> tuple[Tensor, Tensor]:
         """E [n_through, H, K, V] and M [n_through, H, K, K] of the exports whose path enters at a carried slot."""
@@ -188,15 +212,15 @@ class SliceEngine:
     def _forward(self, index: int, run: Run, out: Tensor, slots: Tensor) -> None:
         whole, C, H = run.whole, run.whole.length, self.H
         gates, B = self.gates[index], run.whole.count * self.H
-        qk, _ = self.load_qk(whole)
-        gram = self.gram(qk, whole)
+        qk, _ = self.rows.load_qk(whole)
+        gram = self.rows.gram(qk, whole)
         D = self._decays(index)
         solve = self.kept.solve.get(index)
         if solve is None:
             solve = self._solve(index, gates, D, gram[:, :, C:])
-        P = self.over_value_heads(D, gram[:, :, :C], self.buffer("P", B, C, C))
-        v = self.load(whole, self.v)
-        qk = self.per_value_head(qk, whole)
+        P = self.rows.over_value_heads(D, gram[:, :, :C], self.buffer("P", B, C, C))
+        v = self.rows.load_v(whole)
+        qk = self.rows.per_value_head(qk, whole)
         gamma = gates.gamma.reshape(-1, C, 1)
         W = self._arena.take(B, C, self.V) if self.keep else self.buffer("W", B, C, self.V)
         read = self.buffer("read", B, 2 * C, self.V) if run.has_state else None
@@ -215,22 +239,70 @@ class SliceEngine:
                 torch.bmm(solve[part], v_part, out=W[part])
                 if read is not None:
                     read[part] = 0
-            for group in batch.exits:
-                new = self._place(batch, group)
-                left = group.decay(D[member.chunks])
-                to = gates.part(member.chunks)
-                self.exit_state(group, left, to, qk[part, C:], W[part], S, new.view(-1, self.K, self.V))
-                self.kept.states.update(zip(group.states, new, strict=True))
-            self._forget_parents(batch)
-        inside = torch.bmm(P, W, out=self.buffer("inside", B, C, self.V)).view(-1, H, C, self.V)
-        if read is None:
-            self.store(whole, out, inside)
-        else:
-            outside = read.view(-1, H, 2 * C, self.V)[:, :, :C]
-            with self.rows_of(whole, out) as o:
-                torch.addcmul(inside, gates.gamma[..., None], outside, out=o)
+            self._leave(member, gates, D, qk[part, C:], W[part], S)
+        self._store_outputs(whole, gates, P, W, None if read is None else read[:, :C], out)
         if self.keep:
             self.kept.writes[index] = W
+
+    def _write_alone(self, index: int, run: Run, slots: Tensor) -> None:
+        """The part of `_forward` that makes states."""
+        whole, C, H = run.whole, run.whole.length, self.H
+        gates, D = self.gates[index], self._decays(index)
+        k = self.rows.load_k(whole)
+        solve = self._solve_from(index, k, D)
+        k, v = self.rows.per_value_head(k, whole), self.rows.load_v(whole)
+        gamma = gates.gamma.reshape(-1, C, 1)
+        W = self.kept.writes[index] = self._arena.take(whole.count * H, C, self.V)
+        for member in run.members:
+            batch, part = member.batch, member.heads(H)
+            changed, S = v[member.chunks].reshape(-1, C, self.V), None
+            if batch.has_state:
+                S = self.parent_states(batch, slots)
+                read = torch.bmm(k[part], S, out=self.buffer("read", *changed.shape))
+                changed = torch.addcmul(changed, gamma[part], read, value=-1, out=read)
+            torch.bmm(solve[part], changed, out=W[part])
+            self._leave(member, gates, D, k[part], W[part], S)
+
+    def _read_alone(self, index: int, run: Run, out: Tensor, slots: Tensor) -> None:
+        """The rest of `_forward`: outputs from states and writes."""
+        whole, C, H = run.whole, run.whole.length, self.H
+        qk, _ = self.rows.load_qk(whole)
+        P = self.rows.over_value_heads(
+            self._decays(index), self.rows.gram(qk, whole)[:, :, :C], self.buffer("P", whole.count * H, C, C)
+        )
+        read = self.buffer("read", whole.count * H, C, self.V) if run.has_state else None
+        if read is not None:
+            q = self.rows.per_value_head(qk, whole)[:, :C]
+            for member in run.members:
+                part = member.heads(H)
+                if member.batch.has_state:
+                    torch.bmm(q[part], self.parent_states(member.batch, slots), out=read[part])
+                    self.forget_again(member.batch)
+                else:
+                    read[part] = 0
+        self._store_outputs(whole, self.gates[index], P, self.kept.writes[index], read, out)
+
+    def _store_outputs(
+        self, whole: ChunkBatch, gates: Gates, P: Tensor, W: Tensor, read: Tensor | None, out: Tensor
+    ) -> None:
+        """O = gamma (Q S) + P W, `read` [B, C, V] being Q S."""
+        C = whole.length
+        inside = torch.bmm(P, W, out=self.buffer("inside", *W.shape)).view(-1, self.H, C, self.V)
+        if read is None:
+            self.rows.store(whole, out, inside)
+            return
+        with self.rows.rows_of(whole, out) as o:
+            torch.addcmul(inside, gates.gamma[..., None], read.view(-1, self.H, *read.shape[1:]), out=o)
+
+    def _leave(self, member: Member, gates: Gates, D: Tensor, k: Tensor, W: Tensor, S: Tensor | None) -> None:
+        """The exit states of a batch."""
+        batch = member.batch
+        for group in batch.exits:
+            new = self._place(batch, group)
+            left = group.decay(D[member.chunks])
+            self.exit_state(group, left, gates.part(member.chunks), k, W, S, new.view(-1, self.K, self.V))
+            self.kept.states.update(zip(group.states, new, strict=True))
+        self._forget_parents(batch)
 
     def _forget_parents(self, batch: ChunkBatch) -> None:
         """Reuses the memory of states that no chunk of the forward needs any more and the backward can do without."""
@@ -251,11 +323,11 @@ class SliceEngine:
     def _through(self, index: int, run: Run, wide: dict[int, Tensor]) -> None:
         whole, C, H = run.whole, run.whole.length, self.H
         gates, B, both = self.gates[index], run.whole.count * self.H, self.V + self.K
-        k, D = self.load_k(whole), self._decays(index)
+        k, D = self.rows.load_k(whole), self._decays(index)
         solve = self._solve_from(index, k, D)
-        k = self.per_value_head(k, whole)
+        k = self.rows.per_value_head(k, whole)
         changed = self.buffer("inside", B, C, both)
-        changed.view(-1, H, C, both)[..., : self.V] = self.load(whole, self.v)
+        changed.view(-1, H, C, both)[..., : self.V] = self.rows.load_v(whole)
         changed[..., self.V :] = 0
         gamma = gates.gamma.reshape(-1, C, 1)
         for member in run.members:
@@ -297,7 +369,7 @@ class SliceEngine:
             index, member, group = self._producer[state]
             batch, gates = member.batch, self.gates[index].part(member.chunks)
             S = self.parent_states(batch, slots) if batch.has_state else None
-            k = self.per_value_head(self.load_k(batch, "k again"), batch, "many again")
+            k = self.rows.per_value_head(self.rows.load_k(batch, "k again"), batch, "many again")
             W = self.kept.writes[index][member.heads(self.H)]
             out = self.pool.take()
             self.exit_state(group, gates.decay_to(group), gates, k, W, S, out)
@@ -320,13 +392,13 @@ class SliceEngine:
         if index not in self.kept.solve:
             C = k.shape[1]
             gram = torch.bmm(k, k.mT, out=self.buffer("gram", len(k), C, C))
-            return self._solve(index, self.gates[index], D, gram.view(-1, self.Hk, C, C))
+            return self._solve(index, self.gates[index], D, gram.view(-1, self.rows.Hk, C, C))
         return self.kept.solve[index]
 
     def _solve(self, index: int, gates: Gates, D: Tensor, kk: Tensor) -> Tensor:
         """T diag(beta) [B, C, C] from K K^T [N, Hk, C, C]."""
         N, H, C = gates.beta.shape
-        A = self.over_value_heads(D, kk, self.buffer("A", N * H, C, C))
+        A = self.rows.over_value_heads(D, kk, self.buffer("A", N * H, C, C))
         A.mul_(gates.beta.view(-1, C, 1))
         solve = unit_lower_inverse(A, self._arena.take(N * H, C, C) if self.keep else None)
         solve.mul_(gates.beta.view(-1, 1, C))
@@ -336,69 +408,6 @@ class SliceEngine:
 
     # Shared with the backward
 
-    def gram(self, qk: Tensor, batch: ChunkBatch) -> Tensor:
-        """Q K^T above K K^T, [N, Hk, 2 C, C]."""
-        C = batch.length
-        gram = torch.bmm(qk, qk[:, C:].mT, out=self.buffer("gram", len(qk), 2 * C, C))
-        return gram.view(batch.count, self.Hk, 2 * C, C)
-
-    def over_value_heads(self, D: Tensor, gram: Tensor, out: Tensor) -> Tensor:
-        """D [N, H, C, C] times the Gram matrix [N, Hk, C, C] of each head's key head, into `out` [B, C, C]."""
-        N, Hk, C, _ = gram.shape
-        shape = (N, Hk, self.J, C, C)
-        torch.mul(D.view(shape), gram[:, :, None], out=out.view(shape))
-        return out
-
-    def per_value_head(self, x: Tensor, batch: ChunkBatch, buffer: str = "many") -> Tensor:
-        """[N Hk, R, K] -> [N H, R, K]; where value heads share key heads, a copy that stays in the cache."""
-        if self.J == 1:
-            return x
-        R, K = x.shape[1:]
-        many = self.buffer(buffer, batch.count, self.Hk, self.J, R, K)
-        return many.copy_(x.view(batch.count, self.Hk, 1, R, K)).view(-1, R, K)
-
-    def over_key_heads(self, x: Tensor, batch: ChunkBatch) -> Tensor:
-        """[N H, R, K] -> [N Hk, R, K], summed over the value heads of each key head."""
-        if self.J == 1:
-            return x
-        R, K = x.shape[1:]
-        return x.view(batch.count, self.Hk, self.J, R, K).sum(2).view(-1, R, K)
-
-    def load(self, batch: ChunkBatch, x: Tensor) -> Tensor:
-        """Rows of x [T, h, d] as [N, h, C, d] in the dtype of the computation; a view if possible."""
-        if batch.first_row >= 0:
-            rows = x[batch.first_row : batch.first_row + batch.count * batch.length]
-        else:
-            rows = x.index_select(0, batch.rows)
-        return rows.view(batch.count, batch.length, *x.shape[1:]).to(self.dtype).transpose(1, 2)
-
-    def load_k(self, batch: ChunkBatch, buffer: str = "qk") -> Tensor:
-        """k [N Hk, C, K], normalised if asked for."""
-        k = self.buffer(buffer, batch.count, self.Hk, batch.length, self.K)
-        self._normalise_into(k, batch, self.k, 1.0)
-        return k.view(-1, batch.length, self.K)
-
-    def load_qk(self, batch: ChunkBatch) -> tuple[Tensor, Tensor | None]:
-        """Scaled q above k [N Hk, 2 C, K], so that one product serves both, and the norms' inverses [N Hk, 2 C, 1]."""
-        C = batch.length
-        qk = self.buffer("qk", batch.count, self.Hk, 2 * C, self.K)
-        q_inverse = self._normalise_into(qk[:, :, :C], batch, self.q, self.scale)
-        k_inverse = self._normalise_into(qk[:, :, C:], batch, self.k, 1.0)
-        qk = qk.view(-1, 2 * C, self.K)
-        if q_inverse is None or k_inverse is None:
-            return qk, None
-        return qk, torch.cat((q_inverse, k_inverse), 2).view(-1, 2 * C, 1)
-
-    def _normalise_into(self, out: Tensor, batch: ChunkBatch, x: Tensor, scale: float) -> Tensor | None:
-        rows = self.load(batch, x)
-        if not self.use_qk_l2norm:
-            torch.mul(rows, scale, out=out)
-            return None
-        torch.mul(rows, rows, out=out)
-        inverse = out.sum(-1, keepdim=True).add_(L2NORM_EPS).rsqrt_()
-        torch.mul(rows, inverse if scale == 1 else inverse * scale, out=out)
-        return inverse
-
     def parent_states(self, batch: ChunkBatch, slots: Tensor) -> Tensor:
         """The states that the chunks start from, [B, K, V]."""
         if batch.slots is not None:
@@ -407,40 +416,11 @@ class SliceEngine:
             found = [self.state_again(p, slots) for p in batch.parents or ()]
         return _join(found)
 
-    @contextmanager
-    def rows_of(self, batch: ChunkBatch, out: Tensor) -> Iterator[Tensor]:
-        """A place [N, h, C, d] to write the batch's rows of `out` [T, h, d] to; straight into it if possible."""
-        if batch.first_row >= 0:
-            rows = out[batch.first_row : batch.first_row + batch.count * batch.length]
-            yield rows.unflatten(0, (batch.count, batch.length)).transpose(1, 2)
-            return
-        h, d = out.shape[1:]
-        place = self.buffer("rows", batch.count, h, batch.length, d)
-        yield place
-        self.store(batch, out, place)
-
-    def store(self, batch: ChunkBatch, out: Tensor, x: Tensor) -> None:
-        """Writes x [N, h, C, d] to the rows of `out` [T, h, d]."""
-        rows = x.view(batch.count, -1, *x.shape[-2:]).transpose(1, 2)
-        if batch.first_row >= 0:
-            place = out[batch.first_row : batch.first_row + batch.count * batch.length]
-            place.unflatten(0, (batch.count, batch.length)).copy_(rows)
-            return
-        rows = rows.reshape(-1, *rows.shape[2:]).to(out.dtype)
-        if batch.valid is None:
-            out.index_copy_(0, batch.rows, rows)
-        else:
-            out.index_copy_(0, batch.rows[batch.valid], rows[batch.valid])
-
     def numbered(self, *, entering: bool, exporting: bool | None = None) -> Iterator[tuple[int, Run]]:
         """Runs of a kind with their numbers, parents first."""
         for index, run in enumerate(self.runs):
             if run.whole.entering == entering and (exporting is None or run.whole.exporting == exporting):
                 yield index, run
-
-    def fresh(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
-        """Memory for a result."""
-        return fresh(shape, dtype, self.device)
 
     def _stack(self, states: list[Tensor], *shape: int) -> Tensor:
         return torch.stack(states) if states else torch.empty(0, *shape, dtype=self.dtype, device=self.device)

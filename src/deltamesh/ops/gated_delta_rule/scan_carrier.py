@@ -4,12 +4,13 @@ Letters: n boundary states, H value heads, K key dim, V value dim.
 Forward: S_b = M_b S_src(b) + E_b over what arrived. Backward, transposed and in reverse: dS_src(b) += M_b^T dS_b.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from deltamesh.distributed.collectives import Group, all_to_all_rows
+from deltamesh.distributed.collectives import Group, start_all_to_all_rows
 from deltamesh.ops.gated_delta_rule.carrier import ExchangeCarrier
 from deltamesh.ops.precision import full_precision_matmul
 from deltamesh.plan.links import Direction, ScanLinks
@@ -30,7 +31,7 @@ class ScanCarrier(ExchangeCarrier):
         self._forward = _DeviceDirection.from_plan(links.forward, device)
         self._backward = _DeviceDirection.from_plan(links.backward, device)
 
-    def incoming(self, states: Tensor, transitions: Tensor) -> Tensor:
+    def incoming(self, states: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
         """True states of this slice's imports.
 
         Args:
@@ -38,15 +39,21 @@ class ScanCarrier(ExchangeCarrier):
             transitions: [n_through, H, K, K], M of the exports whose path enters the slice.
 
         Returns:
-            [n_imports, H, K, V].
+            A function that waits for [n_imports, H, K, V].
         """
-        known, moves = self._exchange(self._forward, states, transitions)
-        with full_precision_matmul():
-            for source, targets, rows in self._forward.steps:
-                known[targets] = known[targets] + moves[rows] @ known[source]
-        return known[self._forward.result]
+        way = self._forward
+        exchange = _Exchange(way, self._group, states, transitions)
 
-    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Tensor:
+        def wait() -> Tensor:
+            known, moves = exchange.wait()
+            with full_precision_matmul():
+                for source, targets, rows in way.steps:
+                    known[targets] = known[targets] + moves[rows] @ known[source]
+            return known[way.result]
+
+        return wait
+
+    def outgoing_gradient(self, d_incoming: Tensor, transitions: Tensor) -> Callable[[], Tensor]:
         """Gradients of this slice's exported states.
 
         Args:
@@ -54,37 +61,52 @@ class ScanCarrier(ExchangeCarrier):
             transitions: as in `incoming`.
 
         Returns:
-            [n_exports, H, K, V], everything that later slices owe.
+            A function that waits for [n_exports, H, K, V], everything that later slices owe.
         """
-        known, moves = self._exchange(self._backward, d_incoming, transitions)
-        with full_precision_matmul():
-            for source, targets, rows in reversed(self._backward.steps):
-                known[source] += (moves[rows].mT @ known[targets]).sum(0)
-        return known[self._backward.result]
+        way = self._backward
+        exchange = _Exchange(way, self._group, d_incoming, transitions)
 
-    def _exchange(self, direction: "_DeviceDirection", states: Tensor, transitions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sums of the known states [n_known, H, K, V] and the transitions that arrived [m, H, K, K]."""
-        heads, key_dim, value_dim = states.shape[1:]
+        def wait() -> Tensor:
+            known, moves = exchange.wait()
+            with full_precision_matmul():
+                for source, targets, rows in reversed(way.steps):
+                    known[source] += (moves[rows].mT @ known[targets]).sum(0)
+            return known[way.result]
+
+        return wait
+
+
+class _Exchange:
+    """States and transitions on their way to all slices of the group."""
+
+    def __init__(self, way: "_DeviceDirection", group: Group, states: Tensor, transitions: Tensor) -> None:
+        self._way, self._shape = way, states.shape[1:]
+        heads, key_dim, value_dim = self._shape
         state_size, move_size = heads * key_dim * value_dim, heads * key_dim * key_dim
         parts = [
             part
-            for sent, moved in zip(direction.send_states, direction.send_transitions, strict=True)
+            for sent, moved in zip(way.send_states, way.send_transitions, strict=True)
             for part in (states[sent].reshape(-1), transitions[moved].reshape(-1))
         ]
         send_splits = [
             len(sent) * state_size + len(moved) * move_size
-            for sent, moved in zip(direction.send_states, direction.send_transitions, strict=True)
+            for sent, moved in zip(way.send_states, way.send_transitions, strict=True)
         ]
-        recv_sizes = [
+        self._sizes = [
             size
-            for got, moved in zip(direction.recv_states, direction.recv_transitions, strict=True)
+            for got, moved in zip(way.recv_states, way.recv_transitions, strict=True)
             for size in (len(got) * state_size, len(moved) * move_size)
         ]
-        recv_splits = [a + b for a, b in zip(recv_sizes[::2], recv_sizes[1::2], strict=True)]
-        arrived = all_to_all_rows(torch.cat(parts), send_splits, recv_splits, self._group).split(recv_sizes)
-        known = states.new_zeros((direction.num_known, heads, key_dim, value_dim))
-        for rows, part in zip(direction.recv_states, arrived[::2], strict=True):
-            known.index_add_(0, rows, part.view(-1, heads, key_dim, value_dim))
+        recv_splits = [a + b for a, b in zip(self._sizes[::2], self._sizes[1::2], strict=True)]
+        self._arriving = start_all_to_all_rows(torch.cat(parts), send_splits, recv_splits, group)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """The sums of the known states [n_known, H, K, V] and the transitions that arrived [m, H, K, K]."""
+        arrived = self._arriving.wait().split(self._sizes)
+        heads, key_dim, _ = self._shape
+        known = arrived[0].new_zeros((self._way.num_known, *self._shape))
+        for rows, part in zip(self._way.recv_states, arrived[::2], strict=True):
+            known.index_add_(0, rows, part.view(-1, *self._shape))
         return known, torch.cat([part.view(-1, heads, key_dim, key_dim) for part in arrived[1::2]])
 
 

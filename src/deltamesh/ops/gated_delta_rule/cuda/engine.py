@@ -102,16 +102,12 @@ class FlaSliceEngine:
         """H, K and V."""
         return self.H, self.K, self.V
 
-    def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for a result that the caller keeps."""
-        return self.v.new_empty(shape, dtype=dtype)
-
     # Phases
 
-    def run_local(self, out: Tensor, given: Tensor) -> None:
-        """Everything that needs no carried state; `given` is [num_given, H, K, V].
+    def before_exchange(self, out: Tensor, given: Tensor) -> None:
+        """Everything that needs no carried state, one launch for all chunks; `given` is [num_given, H, K, V].
 
-        Outputs need all chunk states, so `out` is filled by `run_entering`.
+        Outputs need all chunk states, so `out` is filled by `after_exchange`.
         """
         s, tables = self.schedule, self.tables
         self._own_states = self.memory(tables.own.num_states, given)
@@ -150,7 +146,10 @@ class FlaSliceEngine:
         tables.own_exports.put(states, self._own_states)
         return states.index_copy_(0, tables.through_exports.places, through_states)
 
-    def run_entering(self, out: Tensor, incoming: Tensor) -> None:
+    def during_exchange(self, out: Tensor, given: Tensor) -> None:
+        """Nothing is left to do without carried states."""
+
+    def after_exchange(self, out: Tensor, incoming: Tensor) -> None:
         """The rest, with the states of all slots [num_slots, H, K, V]. Fills `out` [T, H, V]."""
         s, tables = self.schedule, self.tables
         self._entering_states = self.memory(tables.entering.num_states, incoming)
@@ -231,6 +230,9 @@ class FlaSliceBackward:
         if s.num_rows:
             self._pass(self.engine.tables.entering, self.engine.tables.entering_backward)
         return self._slot_gradients()[s.num_given :]
+
+    def during_exchange(self) -> None:
+        """Nothing is left to do without the gradients of exports."""
 
     def after_exchange(self, d_exports: Tensor) -> Tensor:
         """The rest, with the gradients of the exports [n_exports, H, K, V].
