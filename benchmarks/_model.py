@@ -55,10 +55,19 @@ def write_model(directory: Path) -> Path:
     return path
 
 
-def trainer(name_or_path: str | Path, *, max_rows: int, recompute: str = "none") -> TrainerRank:
-    """One process that trains a LoRA of rank 8 on every linear layer, in fp32."""
+def trainer(
+    name_or_path: str | Path,
+    *,
+    max_rows: int,
+    recompute: str = "none",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    backend: str = "torch",
+) -> TrainerRank:
+    """One process that trains a LoRA of rank 8 on every linear layer; the rest as in `from_pretrained`."""
     # without zeros in B, so that all factors have gradients from the first step on
     lora = LoraConfig(r=8, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
     return TrainerRank.from_pretrained(
-        name_or_path, topology=dm.Topology(), lora=lora, max_rows=max_rows, recompute=recompute
-    )
+        name_or_path, topology=dm.Topology(), lora=lora, max_rows=max_rows, recompute=recompute, dtype=dtype,
+        device=device, backend=backend,
+    )  # fmt: skip
