@@ -1,6 +1,8 @@
 """What is said where the kernels cannot run."""
 
 import importlib.metadata
+import os
+import subprocess
 import sys
 
 import pytest
@@ -61,3 +63,19 @@ def test_silent_tf32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         versions.check_float32_products()
     monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     versions.check_float32_products()
+
+
+def test_the_triangular_solve_multiplies_as_the_environment_says() -> None:
+    """The library would fix it to TF32 on devices that have it, whatever TRITON_F32_DEFAULT says."""
+    code = """
+import triton.language as tl
+from fla.ops.gated_delta_rule import chunk_fwd
+chunk_fwd.SOLVE_TRIL_DOT_PRECISION = tl.constexpr("tf32")  # as on a GPU
+from deltamesh.ops.gated_delta_rule.cuda import fla_chunks
+print(chunk_fwd.SOLVE_TRIL_DOT_PRECISION.value)
+"""
+    for setting, found in (("ieee", "ieee"), ("tf32", "tf32"), (None, "tf32")):
+        env = {name: value for name, value in os.environ.items() if name != "TRITON_F32_DEFAULT"}
+        env |= {"TRITON_INTERPRET": "1"} | ({} if setting is None else {"TRITON_F32_DEFAULT": setting})
+        run = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
+        assert run.stdout.strip() == found

@@ -22,12 +22,20 @@ check_fla_version()  # before the imports below, so that a missing library is re
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", ImportWarning)  # its layers, which are imported too, ask for flash-attn
+    import triton
+    import triton.language as tl
     from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
     from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local, chunk_fwd_o
+    from fla.ops.gated_delta_rule import chunk_fwd
     from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
     from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
+
+if triton.knobs.language.fp32_default is not None:
+    # The library fixes its triangular solve to TF32 where a device has it. Who sets TRITON_F32_DEFAULT=ieee means all
+    # products of fp32 numbers.
+    chunk_fwd.SOLVE_TRIL_DOT_PRECISION = tl.constexpr(triton.knobs.language.fp32_default)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
