@@ -73,6 +73,15 @@ def test_chunked_equals_naive_without_norm_and_initial_state(num_rows: int) -> N
     assert_close(NAMES[:-1], have, want, 1e-10)
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_scales_whose_square_leaves_fp32_have_gradients(scale: float) -> None:
+    x = make_inputs(70, dtype=torch.float64).to(torch.float32)
+    ones, scaled = (
+        _values_and_gradients(_run("torch", use_qk_l2norm=True, scale=factor), x, None) for factor in (1.0, scale)
+    )
+    assert_close(["q"], [scaled[2] / scale], [ones[2]], 1e-5)
+
+
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("num_rows", LENGTHS)
 def test_fp32_equals_transformers_and_fp64_naive(num_rows: int, regime: str) -> None:

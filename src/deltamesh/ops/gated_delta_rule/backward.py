@@ -338,7 +338,7 @@ class SliceBackward:
         factor: Tensor | float = scale
         if inverse is not None and scale != 0:
             along = torch.mul(y, dy, out=self.engine.buffer("dqk", *dy.shape)).sum(-1, keepdim=True)
-            dy.addcmul_(y, along, value=-1 / scale**2)
+            dy.addcmul_(y, along.mul_(1 / scale), value=-1 / scale)  # the square of a tiny scale would underflow
             factor = inverse * scale
         with self.engine.rows.rows_of(batch, out) as dx:
             torch.mul(dy.view(dx.shape), factor if isinstance(factor, float) else factor.view(*dx.shape[:3], 1), out=dx)
