@@ -231,7 +231,7 @@ def test_the_adapter_configuration_names_its_base_and_its_layers(tmp_path: Path)
     export_adapter(factors.items(), lora, targets, tmp_path / "a", base_model_name_or_path="some/base")
     written = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == "some/base"
-    assert sorted(written["target_modules"]) == sorted(ALL)
+    assert written["target_modules"] == sorted(ALL)
     assert written["peft_type"] == "LORA"
     assert lora.base_model_name_or_path is None  # the caller's object is left as it was
     with pytest.raises(FileExistsError):

@@ -118,6 +118,8 @@ def export_adapter(
     if is_all_linear(lora):
         # PEFT reads the shorthand too, but would also put factors on a vision tower, for which there are no weights
         written.target_modules = {kind for kind, n in targets.counts.items() if n}
+    if isinstance(written.target_modules, set):
+        written.target_modules = sorted(written.target_modules)  # the same file from every process
     inside = "model.language_model." if conditional_generation else "model."
     keyed = {_PREFIX + name.replace("model.", inside, 1): tensor for name, tensor in tensors.items()}
     with new_directory(path) as temporary:
