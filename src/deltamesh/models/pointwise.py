@@ -1,7 +1,8 @@
 """Row-wise functions with analytic backwards, which keep only what their layer holds anyway.
 
 Autograd of the plain formulas keeps every intermediate: a third of a layer's activations, read and written from main
-memory. The forwards are those formulas to the bit.
+memory. The forwards are those formulas to the bit. Each gives its rows as `Derived`: a layer that needs them in its
+backward computes them again, from what is kept here.
 
 Letters: n rows of any shape, D width, r = 1 / rms(x), u = r x.
 """
@@ -13,47 +14,59 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from deltamesh.models.projection import Derived
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+
+def swiglu(gate: Tensor, up: Tensor) -> Derived:
     """silu(gate) * up.
 
     Example:
-        >>> swiglu(torch.zeros(2), torch.ones(2)).tolist()
+        >>> swiglu(torch.zeros(2), torch.ones(2)).rows.tolist()
         [0.0, 0.0]
     """
-    out: Tensor = _SwiGLU.apply(gate, up)
-    return out
+    return Derived(rows=_SwiGLU.apply(gate, up), make=_swiglu, sources=(gate.detach(), up.detach()))
 
 
-def rms_norm(x_nD: Tensor, weight_D: Tensor, eps: float, wide: torch.dtype) -> Tensor:
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Derived:
+    """x * sigmoid(gate).
+
+    Example:
+        >>> sigmoid_gate(torch.ones(2), torch.zeros(2)).rows.tolist()
+        [0.5, 0.5]
+    """
+    return Derived(rows=_SigmoidGate.apply(x, gate), make=_sigmoid_gate, sources=(x.detach(), gate.detach()))
+
+
+def rms_norm(x_nD: Tensor, weight_D: Tensor, eps: float, wide: torch.dtype) -> Derived:
     """x / rms(x) * (1 + weight) over the last dimension, computed in `wide`; in the dtype of `x`.
 
     Example:
-        >>> rms_norm(torch.full((1, 4), 3.0), torch.zeros(4), 0.0, torch.float32).tolist()
+        >>> rms_norm(torch.full((1, 4), 3.0), torch.zeros(4), 0.0, torch.float32).rows.tolist()
         [[1.0, 1.0, 1.0, 1.0]]
     """
-    out: Tensor = _RMSNorm.apply(x_nD, weight_D, eps, wide)
-    return out
+    rows, r_n1 = _RMSNorm.apply(x_nD, weight_D, eps, wide)
+    return Derived(rows=rows, make=_normed, sources=(x_nD.detach(), weight_D.detach(), r_n1))
 
 
-def gated_rms_norm(x_nD: Tensor, gate_nD: Tensor, weight_D: Tensor, eps: float, wide: torch.dtype) -> Tensor:
+def gated_rms_norm(x_nD: Tensor, gate_nD: Tensor, weight_D: Tensor, eps: float, wide: torch.dtype) -> Derived:
     """weight * x / rms(x) * silu(gate) over the last dimension; both in `wide`; in the dtype of `x`.
 
     The normed rows are rounded to the dtype of `x` before the weight, as in the published models.
 
     Example:
-        >>> gated_rms_norm(torch.ones(1, 4), torch.zeros(1, 4), torch.ones(4), 0.0, torch.float32).tolist()
+        >>> gated_rms_norm(torch.ones(1, 4), torch.zeros(1, 4), torch.ones(4), 0.0, torch.float32).rows.tolist()
         [[0.0, 0.0, 0.0, 0.0]]
     """
-    out: Tensor = _GatedRMSNorm.apply(x_nD, gate_nD, weight_D, eps, wide)
-    return out
+    rows, r_n1 = _GatedRMSNorm.apply(x_nD, gate_nD, weight_D, eps, wide)
+    sources = (x_nD.detach(), gate_nD.detach(), weight_D.detach(), r_n1)
+    return Derived(rows=rows, make=_gated_normed, sources=sources)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _swiglu(gate, up)
 
     @staticmethod
     @once_differentiable
@@ -62,17 +75,31 @@ class _SwiGLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _SigmoidGate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_nD: Tensor, weight_D: Tensor, eps: float, wide: torch.dtype) -> Tensor:
-        x_wide = x_nD.to(wide)
-        r_n1 = _inverse_rms(x_wide, eps)
-        ctx.save_for_backward(x_nD, weight_D, r_n1)
-        return (x_wide * r_n1).mul_(1.0 + weight_D.to(wide)).to(x_nD.dtype)
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return _sigmoid_gate(x, gate)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_nD: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate = ctx.saved_tensors
+        share = gate.sigmoid()
+        return dy * share, torch.ops.aten.sigmoid_backward(dy * x, share)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_nD: Tensor, weight_D: Tensor, eps: float, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        r_n1 = _inverse_rms(x_nD.to(wide), eps)
+        ctx.save_for_backward(x_nD, weight_D, r_n1)
+        ctx.mark_non_differentiable(r_n1)
+        return _normed(x_nD, weight_D, r_n1), r_n1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_nD: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_nD, weight_D, r_n1 = ctx.saved_tensors
         u_nD, dy_nD = x_nD.to(r_n1.dtype) * r_n1, dy_nD.to(r_n1.dtype)
         wants_x, wants_weight = ctx.needs_input_grad[:2]
@@ -83,15 +110,17 @@ class _RMSNorm(torch.autograd.Function):
 
 class _GatedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_nD: Tensor, gate_nD: Tensor, weight_D: Tensor, eps: float, wide: torch.dtype) -> Tensor:
-        x_wide = x_nD.to(wide)
-        r_n1 = _inverse_rms(x_wide, eps)
+    def forward(
+        ctx: Any, x_nD: Tensor, gate_nD: Tensor, weight_D: Tensor, eps: float, wide: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        r_n1 = _inverse_rms(x_nD.to(wide), eps)
         ctx.save_for_backward(x_nD, gate_nD, weight_D, r_n1)
-        return (weight_D * (x_wide * r_n1).to(x_nD.dtype) * F.silu(gate_nD.to(wide))).to(x_nD.dtype)
+        ctx.mark_non_differentiable(r_n1)
+        return _gated_normed(x_nD, gate_nD, weight_D, r_n1), r_n1
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_nD: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, dy_nD: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         x_nD, gate_nD, weight_D, r_n1 = ctx.saved_tensors
         wide = r_n1.dtype
         u_nD, dy_nD, gate_wide = x_nD.to(wide) * r_n1, dy_nD.to(wide), gate_nD.to(wide)
@@ -101,6 +130,23 @@ class _GatedRMSNorm(torch.autograd.Function):
         d_weight = _sum_rows(d_scaled_nD * u_nD).to(weight_D.dtype) if ctx.needs_input_grad[2] else None
         d_x = _norm_backward(d_scaled_nD.mul_(weight_wide), u_nD, r_n1).to(x_nD.dtype)
         return d_x, d_gate, d_weight, None, None
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate).mul_(up)
+
+
+def _sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return x * gate.sigmoid()
+
+
+def _normed(x_nD: Tensor, weight_D: Tensor, r_n1: Tensor) -> Tensor:
+    return (x_nD.to(r_n1.dtype) * r_n1).mul_(1.0 + weight_D.to(r_n1.dtype)).to(x_nD.dtype)
+
+
+def _gated_normed(x_nD: Tensor, gate_nD: Tensor, weight_D: Tensor, r_n1: Tensor) -> Tensor:
+    u_nD = (x_nD.to(r_n1.dtype) * r_n1).to(x_nD.dtype)
+    return (weight_D * u_nD * F.silu(gate_nD.to(r_n1.dtype))).to(x_nD.dtype)
 
 
 def _inverse_rms(x_nD: Tensor, eps: float) -> Tensor:
