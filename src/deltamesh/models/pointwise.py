@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from deltamesh.models.projection import Derived
+from deltamesh.ops.gated_delta_rule.memory import fresh
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Derived:
@@ -72,7 +72,7 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
+        return _silu_backward(_times(dy, up), gate), _silu(gate).mul_(dy)
 
 
 class _SigmoidGate(torch.autograd.Function):
@@ -86,7 +86,7 @@ class _SigmoidGate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, gate = ctx.saved_tensors
         share = gate.sigmoid()
-        return dy * share, torch.ops.aten.sigmoid_backward(dy * x, share)
+        return _times(dy, share), torch.ops.aten.sigmoid_backward(_times(dy, x), share)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -101,10 +101,12 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_nD: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_nD, weight_D, r_n1 = ctx.saved_tensors
-        u_nD, dy_nD = x_nD.to(r_n1.dtype) * r_n1, dy_nD.to(r_n1.dtype)
+        u_nD, dy_nD = _times(x_nD.to(r_n1.dtype), r_n1), dy_nD.to(r_n1.dtype)
         wants_x, wants_weight = ctx.needs_input_grad[:2]
-        d_weight = _sum_rows(dy_nD * u_nD).to(weight_D.dtype) if wants_weight else None
-        d_x = _norm_backward(dy_nD * (1.0 + weight_D.to(r_n1.dtype)), u_nD, r_n1).to(x_nD.dtype) if wants_x else None
+        d_weight = _sum_rows(_times(dy_nD, u_nD)).to(weight_D.dtype) if wants_weight else None
+        d_x = None
+        if wants_x:
+            d_x = _norm_backward(_times(dy_nD, 1.0 + weight_D.to(r_n1.dtype)), u_nD, r_n1).to(x_nD.dtype)
         return d_x, d_weight, None, None
 
 
@@ -123,41 +125,58 @@ class _GatedRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy_nD: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         x_nD, gate_nD, weight_D, r_n1 = ctx.saved_tensors
         wide = r_n1.dtype
-        u_nD, dy_nD, gate_wide = x_nD.to(wide) * r_n1, dy_nD.to(wide), gate_nD.to(wide)
+        u_nD, dy_nD, gate_wide = _times(x_nD.to(wide), r_n1), dy_nD.to(wide), gate_nD.to(wide)
         weight_wide = weight_D.to(wide)
-        d_gate = torch.ops.aten.silu_backward((u_nD * weight_wide).mul_(dy_nD), gate_wide).to(gate_nD.dtype)
-        d_scaled_nD = F.silu(gate_wide).mul_(dy_nD)
-        d_weight = _sum_rows(d_scaled_nD * u_nD).to(weight_D.dtype) if ctx.needs_input_grad[2] else None
+        d_gate = _silu_backward(_times(u_nD, weight_wide).mul_(dy_nD), gate_wide).to(gate_nD.dtype)
+        d_scaled_nD = _silu(gate_wide).mul_(dy_nD)
+        d_weight = _sum_rows(_times(d_scaled_nD, u_nD)).to(weight_D.dtype) if ctx.needs_input_grad[2] else None
         d_x = _norm_backward(d_scaled_nD.mul_(weight_wide), u_nD, r_n1).to(x_nD.dtype)
         return d_x, d_gate, d_weight, None, None
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate).mul_(up)
+    return _silu(gate).mul_(up)
 
 
 def _sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    return x * gate.sigmoid()
+    return _times(x, gate.sigmoid())
 
 
 def _normed(x_nD: Tensor, weight_D: Tensor, r_n1: Tensor) -> Tensor:
-    return (x_nD.to(r_n1.dtype) * r_n1).mul_(1.0 + weight_D.to(r_n1.dtype)).to(x_nD.dtype)
+    return _times(x_nD.to(r_n1.dtype), r_n1).mul_(1.0 + weight_D.to(r_n1.dtype)).to(x_nD.dtype)
 
 
 def _gated_normed(x_nD: Tensor, gate_nD: Tensor, weight_D: Tensor, r_n1: Tensor) -> Tensor:
-    u_nD = (x_nD.to(r_n1.dtype) * r_n1).to(x_nD.dtype)
-    return (weight_D * u_nD * F.silu(gate_nD.to(r_n1.dtype))).to(x_nD.dtype)
+    u_nD = _times(x_nD.to(r_n1.dtype), r_n1).to(x_nD.dtype)
+    return _silu(gate_nD.to(r_n1.dtype)).mul_(_times(weight_D, u_nD)).to(x_nD.dtype)
 
 
 def _inverse_rms(x_nD: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(x_nD.pow(2).mean(-1, keepdim=True) + eps)
+    return torch.rsqrt(_times(x_nD, x_nD).mean(-1, keepdim=True) + eps)
 
 
 def _norm_backward(du_nD: Tensor, u_nD: Tensor, r_n1: Tensor) -> Tensor:
     """r (du - u mean(u du)); overwrites `du_nD`."""
-    mean_n1 = (du_nD * u_nD).mean(-1, keepdim=True)
+    mean_n1 = _times(du_nD, u_nD).mean(-1, keepdim=True)
     return du_nD.addcmul_(u_nD, mean_n1, value=-1.0).mul_(r_n1)
 
 
 def _sum_rows(x_nD: Tensor) -> Tensor:
     return x_nD.flatten(0, -2).sum(0)
+
+
+def _times(x: Tensor, y: Tensor) -> Tensor:
+    """x * y, in memory that the next layer and the next step use again."""
+    out = fresh(torch.broadcast_shapes(x.shape, y.shape), torch.result_type(x, y), x.device)
+    return torch.mul(x, y, out=out)
+
+
+def _silu(x: Tensor) -> Tensor:
+    out: Tensor = torch.ops.aten.silu.out(x, out=fresh(x.shape, x.dtype, x.device))
+    return out
+
+
+def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Overwrites `dy`."""
+    out: Tensor = torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=dy)
+    return out

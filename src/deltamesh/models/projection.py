@@ -5,6 +5,9 @@ kept anyway, it is the largest thing a layer would keep, and the cheapest to com
 for that, but hooks of a layer take the place of activation checkpointing's and hold what that drops; what a function
 saves passes through them.
 
+Large results come from the scan's cache of blocks. Taken from torch's own allocator they leave holes that the next rows
+of the same size do not fill (glibc asks for more before it aligns): a quarter of the resident size of a training step.
+
 Letters: n rows of any shape, I input and O output features, R LoRA rank.
 """
 
@@ -16,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from deltamesh.ops.gated_delta_rule.memory import fresh
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +81,7 @@ class _Project(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         outs, inners = [], []
         for (weight, a, b), scaling in zip(_threes(factors), scalings, strict=True):
-            y, inner = F.linear(x_nI, weight), None
+            y, inner = _product(x_nI, weight.T), None
             if a is not None and b is not None:
                 inner = F.linear(x_nI.to(a.dtype), a) * scaling  # scaled where it is R wide, not O wide
                 y = y.addmm_(inner, b.T) if y.dtype == b.dtype else (y + F.linear(inner, b)).to(y.dtype)
@@ -92,41 +97,44 @@ class _Project(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         count, saved = len(dys), ctx.saved_tensors
-        factors, inners, sources = list(_threes(saved[: 3 * count])), saved[3 * count : 4 * count], saved[4 * count :]
-        wanted = list(_threes(ctx.needs_input_grad[4:]))
-        x_nI = ctx.make(*sources).reshape(ctx.shape) if ctx.makes_rows else None
+        factors, inners, sources = _threes(saved[: 3 * count]), saved[3 * count : 4 * count], saved[4 * count :]
+        wanted = _threes(ctx.needs_input_grad[4:])
+        x_nI: Any = ctx.make(*sources).reshape(ctx.shape) if ctx.makes_rows else None
+        grads: list[Tensor | None] = []
+        d_inners: list[Any] = []
+        for (_, a, b), (wants_weight, wants_a, wants_b), dy, inner, scaling in zip(
+            factors, wanted, dys, inners, ctx.scalings, strict=True
+        ):
+            d_inner: Any = None if inner is None else (dy.to(b.dtype) @ b) * scaling
+            grads += [
+                dy.T @ x_nI if wants_weight else None,
+                d_inner.T @ x_nI.to(a.dtype) if wants_a else None,
+                dy.to(b.dtype).T @ inner if wants_b else None,
+            ]
+            d_inners.append(d_inner)
+        del x_nI  # its memory is the next product's
+
         dx_nI: Tensor | None = None
-        grads: list[Tensor | None] = [None] * (3 * count)
-
-        def add(part: Tensor) -> None:
-            nonlocal dx_nI
-            dx_nI = part if dx_nI is None else dx_nI.add_(part)
-
         # the last layer first, its LoRA before its weight: the order in which autograd would add the gradients up
-        for i in reversed(range(count)):
-            (weight, a, b), (wants_weight, wants_a, wants_b), dy, inner = factors[i], wanted[i], dys[i], inners[i]
-            if inner is not None:
-                wide_dy = dy.to(b.dtype)
-                if wants_b:
-                    grads[3 * i + 2] = wide_dy.T @ inner
-                if wants_a or ctx.needs_input_grad[0]:
-                    d_inner = (wide_dy @ b) * ctx.scalings[i]
-                if wants_a:
-                    assert x_nI is not None, "made where a gradient needs it"
-                    grads[3 * i + 1] = d_inner.T @ x_nI.to(a.dtype)
-                if ctx.needs_input_grad[0]:
-                    add((d_inner @ a).to(dy.dtype))
-            if wants_weight:
-                assert x_nI is not None, "made where a gradient needs it"
-                grads[3 * i] = dy.T @ x_nI
-            if ctx.needs_input_grad[0]:
-                add(dy @ weight)
+        for (weight, a, _), dy, d_inner in zip(reversed(factors), reversed(dys), reversed(d_inners), strict=True):
+            if not ctx.needs_input_grad[0]:
+                break
+            lora = [] if d_inner is None else [(d_inner, a)]
+            for left, right in [*lora, (dy, weight)]:
+                part = _product(left, right).to(dy.dtype)
+                dx_nI = part if dx_nI is None else dx_nI.add_(part)
+                del part
         return dx_nI, None, None, None, *grads
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, in memory that the next layer and the next step use again."""
+    return torch.mm(left, right, out=fresh((left.shape[0], right.shape[1]), left.dtype, left.device))
 
 
 def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def _threes(flat: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+def _threes(flat: Sequence[Any]) -> list[Any]:
     return [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
