@@ -167,7 +167,7 @@ def test_the_model_on_parts_is_the_whole_model(tp: int, monkeypatch: pytest.Monk
     meet = LockStep(tp)
     for module in (layers, qwen3_5):
         monkeypatch.setattr(module, "leave_tp", meet.leave)
-    monkeypatch.setattr(qwen3_5, "enter_tp", lambda h, context: h)
+    monkeypatch.setattr(qwen3_5, "enter_tp_derived", lambda h, context: h)
     models, hidden = [], [torch.empty(0)] * tp
     for rank in range(tp):
         models.append(HybridCausalLM(tiny_config(), tp_rank=rank, tp_size=tp, dtype=torch.float64))

@@ -5,7 +5,7 @@ V value dim; heads are those of this tp rank.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -20,10 +20,12 @@ from deltamesh.models.layers import (
     Linear,
     ParamFactory,
     RMSNorm,
+    project,
     rotate,
     wide_dtype,
 )
-from deltamesh.models.pointwise import swiglu
+from deltamesh.models.pointwise import sigmoid_gate, swiglu
+from deltamesh.models.projection import Derived
 from deltamesh.ops.causal_conv1d import causal_conv1d
 from deltamesh.ops.context import SliceContext
 from deltamesh.ops.gated_delta_rule import gated_delta_rule
@@ -95,14 +97,15 @@ class GatedDeltaNet(Block, KeepsFp32):
         self.Hk = self.H * config.linear_num_key_heads // config.linear_num_value_heads
         self.backends = backends
 
-    def forward(self, x_TD: Tensor, context: SliceContext) -> Tensor:
+    def forward(self, x_TD: Derived, context: SliceContext) -> Tensor:
         """[T, D] -> this rank's part of [T, D]."""
-        projected = (self.in_proj_qkv(x_TD), self.in_proj_z(x_TD), self.in_proj_b(x_TD), self.in_proj_a(x_TD))
-        y_TD: Tensor = self.out_proj(self.run(self.core, *projected, context))
-        return y_TD
+        qkv, z, b, a = project(x_TD, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        o_THV = self.run(self.core, qkv, b, a, context)
+        normed: Derived = self.norm(o_THV, z.view(o_THV.shape))
+        return project(replace(normed, rows=normed.rows.flatten(1)), self.out_proj)[0]
 
-    def core(self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, context: SliceContext) -> Tensor:
-        """Everything between the projections: qkv [T, 2 Hk K + H V], z [T, H V], b and a [T, H] -> [T, H V]."""
+    def core(self, qkv: Tensor, b: Tensor, a: Tensor, context: SliceContext) -> Tensor:
+        """From the projections to the rule's outputs: qkv [T, 2 Hk K + H V], b and a [T, H] -> [T, H, V]."""
         T, key = qkv.shape[0], self.Hk * self.K
         qkv = causal_conv1d(
             qkv,
@@ -124,8 +127,7 @@ class GatedDeltaNet(Block, KeepsFp32):
             context=context.scan,
             backend=self.backends.delta_rule,
         )
-        normed: Tensor = self.norm(o[0], z.view(T, self.H, self.V))
-        return normed.reshape(T, self.H * self.V)
+        return o[0]
 
 
 class GatedAttention(Block):
@@ -146,20 +148,20 @@ class GatedAttention(Block):
         self.J = self.k_proj.weight.shape[0] // self.K
         self.backends = backends
 
-    def forward(self, x_TD: Tensor, tables: Tables, context: SliceContext) -> Tensor:
+    def forward(self, x_TD: Derived, tables: Tables, context: SliceContext) -> Tensor:
         """[T, D] -> this rank's part of [T, D]."""
-        projected = (self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD))
-        y_TD: Tensor = self.o_proj(self.run(self.core, *projected, tables, context))
-        return y_TD
+        q, k, v = project(x_TD, self.q_proj, self.k_proj, self.v_proj)
+        q_THK, gate_THK = q.view(-1, self.H, 2 * self.K).chunk(2, dim=-1)
+        gated = sigmoid_gate(self.run(self.core, q_THK, k, v, tables, context), gate_THK)
+        return project(replace(gated, rows=gated.rows.flatten(1)), self.o_proj)[0]
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, context: SliceContext) -> Tensor:
-        """Everything between the projections: q [T, H 2K] (query, gate per head), k and v [T, J K] -> [T, H K]."""
-        T = q.shape[0]
-        q_THK, gate_THK = q.view(T, self.H, 2 * self.K).chunk(2, dim=-1)
+    def core(self, q_THK: Tensor, k: Tensor, v: Tensor, tables: Tables, context: SliceContext) -> Tensor:
+        """From the projections to the attended values: q [T, H, K], k and v [T, J K] -> [T, H, K]."""
+        T = q_THK.shape[0]
         q_THK = rotate(self.q_norm(q_THK), tables)
         k_TJK = rotate(self.k_norm(k.view(T, self.J, self.K)), tables)
         v_TJK = v.view(T, self.J, self.K)
-        o_THK = tree_attention(
+        return tree_attention(
             q_THK,
             k_TJK,
             v_TJK,
@@ -167,25 +169,17 @@ class GatedAttention(Block):
             context=context.attention,
             backend=self.backends.attention,
         )
-        gated: Tensor = o_THK * gate_THK.sigmoid()
-        return gated.reshape(T, self.H * self.K)
 
 
-class MLP(Block):
+class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, prefix: str, make: ParamFactory, *, recompute: bool) -> None:
-        super().__init__(recompute=recompute)
+    def __init__(self, prefix: str, make: ParamFactory) -> None:
+        super().__init__()
         self.gate_proj = Linear(make(f"{prefix}.gate_proj.weight"))
         self.up_proj = Linear(make(f"{prefix}.up_proj.weight"))
         self.down_proj = Linear(make(f"{prefix}.down_proj.weight"))
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Derived) -> Tensor:
         """[T, D] -> this rank's part of [T, D]."""
-        y_TD: Tensor = self.down_proj(self.run(self.core, self.gate_proj(x_TD), self.up_proj(x_TD)))
-        return y_TD
-
-    @staticmethod
-    def core(gate: Tensor, up: Tensor) -> Tensor:
-        """The activation product."""
-        return swiglu(gate, up)
+        return project(swiglu(*project(x_TD, self.gate_proj, self.up_proj)), self.down_proj)[0]

@@ -5,7 +5,7 @@ I input and O output features of this rank's part, R LoRA rank, V this rank's vo
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deltamesh.distributed.collectives import copy_to_group, gather_rows, reduce_from_group, scatter_rows
+from deltamesh.models import projection
 from deltamesh.models.pointwise import gated_rms_norm, rms_norm
+from deltamesh.models.projection import Derived, Factors
 from deltamesh.models.sharding import ParamSpec
 from deltamesh.ops.context import SliceContext
 
@@ -27,6 +29,12 @@ def enter_tp(x_SD: Tensor, context: SliceContext) -> Tensor:
     if context.sp:
         return gather_rows(x_SD, context.num_rows, context.tp)
     return copy_to_group(x_SD, context.tp)
+
+
+def enter_tp_derived(h_SD: Derived, context: SliceContext) -> Derived:
+    """`enter_tp` of derived rows; gathered rows are kept, since to make them again would take a message."""
+    rows_TD = enter_tp(h_SD.rows, context)
+    return Derived.kept(rows_TD) if context.sp else replace(h_SD, rows=rows_TD)
 
 
 def leave_tp(y_TD: Tensor, context: SliceContext) -> Tensor:
@@ -98,6 +106,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D] in the dtype of `x`."""
+        return self.derived(x).rows
+
+    def derived(self, x: Tensor) -> Derived:
+        """The same rows, for layers that had better not keep them."""
         return rms_norm(x, self.weight, self.eps, wide_dtype(x.dtype))
 
 
@@ -109,7 +121,7 @@ class GatedRMSNorm(nn.Module):
         self.weight = weight
         self.eps = eps
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor) -> Derived:
         """x, gate [..., V] -> [..., V] in the dtype of `x`."""
         return gated_rms_norm(x, gate, self.weight, self.eps, wide_dtype(x.dtype))
 
@@ -147,21 +159,25 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O] in the dtype of the weight; LoRA terms are added in the dtype of the factors."""
-        y = F.linear(x, self.weight)
+        return project(Derived.kept(x), self)[0]
+
+    @property
+    def factors(self) -> Factors:
+        """What `projection.project` needs."""
         if self.lora_A is None or self.lora_B is None:
-            return y
-        a, b = self.lora_A.weight, self.lora_B.weight
-        inner = F.linear(x.to(a.dtype), a) * self.scaling  # scaled where it is R wide, not O wide
-        if y.dtype == b.dtype:
-            y.flatten(0, -2).addmm_(inner.flatten(0, -2), b.T)  # in place: y is new, and no backward reads it
-            return y
-        return (y + F.linear(inner, b)).to(y.dtype)
+            return Factors(weight=self.weight, a=None, b=None, scaling=0.0)
+        return Factors(weight=self.weight, a=self.lora_A.weight, b=self.lora_B.weight, scaling=self.scaling)
 
     def effective_weight(self) -> Tensor:
         """[O, I]: W, or W + scaling B A where there is a LoRA (then materialised, and differentiable)."""
         if self.lora_A is None or self.lora_B is None:
             return self.weight
         return (self.weight + self.scaling * (self.lora_B.weight @ self.lora_A.weight)).to(self.weight.dtype)
+
+
+def project(x: Derived, *layers: Linear) -> tuple[Tensor, ...]:
+    """The outputs of layers that share one input, of which their backward keeps `x.sources` only."""
+    return projection.project(x, [layer.factors for layer in layers])
 
 
 class ConvWeight(nn.Module):

@@ -18,7 +18,7 @@ from deltamesh.models.layers import (
     RMSNorm,
     Rotary,
     VocabParallelEmbedding,
-    enter_tp,
+    enter_tp_derived,
     leave_tp,
 )
 from deltamesh.models.sharding import ParamSpec
@@ -43,19 +43,19 @@ class DecoderLayer(nn.Module):
             )
         else:
             self.self_attn = GatedAttention(config, f"{prefix}.self_attn", make, backends=backends, recompute=selective)
-        self.mlp = MLP(f"{prefix}.mlp", make, recompute=selective)
+        self.mlp = MLP(f"{prefix}.mlp", make)
         self.input_layernorm = RMSNorm(make(f"{prefix}.input_layernorm.weight"), config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(make(f"{prefix}.post_attention_layernorm.weight"), config.rms_norm_eps)
 
     def forward(self, x_SD: Tensor, tables: Tables, context: SliceContext) -> Tensor:
         """[S, D] -> [S, D]."""
-        h_TD = enter_tp(self.input_layernorm(x_SD), context)
+        h_TD = enter_tp_derived(self.input_layernorm.derived(x_SD), context)
         if self.is_linear:
             mixed_TD = self.linear_attn(h_TD, context)
         else:
             mixed_TD = self.self_attn(h_TD, tables, context)
         x_SD = x_SD + leave_tp(mixed_TD, context)
-        h_TD = enter_tp(self.post_attention_layernorm(x_SD), context)
+        h_TD = enter_tp_derived(self.post_attention_layernorm.derived(x_SD), context)
         return x_SD + leave_tp(self.mlp(h_TD), context)
 
 
@@ -96,7 +96,7 @@ class HybridCausalLM(nn.Module):
         dtype: of the parameters; `A_log`, `dt_bias` and LoRA factors are never below fp32.
         device: where to allocate them.
         recompute: what to compute again in the backward instead of keeping: "none", "selective" (the token mixers
-            between their projections, and the MLP's product), or "full" (whole layers).
+            between their projections), or "full" (whole layers). Norms and gates are never kept.
         backend: versions of the ops, see `OpBackends.named`.
 
     Raises:
