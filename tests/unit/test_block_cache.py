@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deltamesh.ops import gated_delta_rule
-from deltamesh.ops.gated_delta_rule.memory import BlockCache, fresh
+from deltamesh.ops.memory import BlockCache, fresh
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

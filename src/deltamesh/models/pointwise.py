@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltamesh.models.projection import Derived
-from deltamesh.ops.gated_delta_rule.memory import fresh
+from deltamesh.ops.memory import fresh
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Derived:

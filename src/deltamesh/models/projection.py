@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from deltamesh.ops.gated_delta_rule.memory import fresh
+from deltamesh.ops.memory import fresh
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

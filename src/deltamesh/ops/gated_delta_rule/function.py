@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 from deltamesh.ops.gated_delta_rule.backward import Gradients
 from deltamesh.ops.gated_delta_rule.blocks import BackwardBlock, ForwardBlock, Heads
 from deltamesh.ops.gated_delta_rule.context import ScanContext
-from deltamesh.ops.gated_delta_rule.memory import fresh
 from deltamesh.ops.gated_delta_rule.phases import Phases
+from deltamesh.ops.memory import fresh
 
 
 class GatedDeltaRuleFunction(torch.autograd.Function):
