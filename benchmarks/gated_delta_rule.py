@@ -4,6 +4,7 @@
 benchmarks/results/gated_delta_rule.json. Times are medians; the share is of the rate that batched 128 x 64 x 128 fp32
 products reach from the cache in the same run. Memory is the growth of the peak resident size over the inputs (outputs
 and gradients included), of a fresh process for every case.
+Last, all lengths of ours take turns: how flat rows/s is over the length, whatever the machine does meanwhile.
 On a busy machine `--threads 1 --clock cpu` gives steadier ratios.
 
 `ours`: deltamesh. `peer`: transformers' `torch_chunk_gated_delta_rule`. `stacked`: the peer with its writes of one
@@ -117,6 +118,20 @@ def alternate(
     return times
 
 
+def length_times(
+    lengths: Sequence[int], sizes: tuple[int, int, int], clock: str, repeats: int
+) -> dict[int, list[float]]:
+    """Forward and backward of ours, the lengths taking turns, after one turn to warm up."""
+    inputs = {length: make_inputs(length, *sizes) for length in lengths}
+    times: dict[int, list[float]] = {length: [] for length in lengths}
+    for turn in range(repeats + 1):
+        for length in lengths:
+            seconds = both_time(ours, *inputs[length], clock)
+            if turn:
+                times[length].append(seconds)
+    return times
+
+
 def matmul_rate(dim: int, heads: int, clock: str) -> float:
     """FLOP/s of batched products of one chunk of all heads, operands in the cache."""
     a, b, out = torch.randn(heads, 64, dim), torch.randn(heads, dim, dim), torch.empty(heads, 64, dim)
@@ -209,6 +224,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f"{row['share_of_matmul_rate']:>7.0%}{row['times_ours']:>8.2f}{row.get('peak_mib', 0):>7.0f}",
                     flush=True,
                 )
+    in_turns = length_times(args.lengths, sizes, args.clock, args.repeats)
+    rates = {length: length / statistics.median(times) for length, times in in_turns.items()}
+    spread = 1 - min(rates.values()) / max(rates.values())
+    listed = ", ".join(f"{length}: {rate:.0f}" for length, rate in rates.items())
+    print(f"ours, forward and backward, lengths in turns: rows/s {listed}; spread {spread:.0%}")
     setup = {key: getattr(args, key) for key in ("heads", "key_heads", "dim", "threads", "repeats", "clock")}
     versions = {
         "python": platform.python_version(),
@@ -217,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = {**versions, **setup, "statistic": "median", "matmul_flops_per_second": rate, "results": results}
+    report["lengths_in_turns"] = {"seconds": in_turns, "rows_per_second": rates, "spread": spread}
     args.out.write_text(json.dumps(report, indent=2) + "\n")
     print(f"written to {args.out}")
 
