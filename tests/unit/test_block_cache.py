@@ -1,13 +1,15 @@
 """Large blocks are kept for the next call, and never more of them than were in use at one time."""
 
 import gc
+import os
 import threading
 
 import pytest
 import torch
 
+from deltamesh.models.layers import Linear, RMSNorm
 from deltamesh.ops import gated_delta_rule
-from deltamesh.ops.memory import BlockCache, fresh
+from deltamesh.ops.memory import BlockCache, _blocks, fresh
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -91,3 +93,39 @@ def test_fresh_memory_is_nan_under_deterministic_algorithms() -> None:
             assert fresh((2 * MIB,), torch.float32, CPU).isnan().all()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_who_finds_the_cache_at_work_does_without_it() -> None:
+    cache = BlockCache()
+    held = cache.take(MIB)
+    with cache._lock:
+        other = cache.take(MIB)
+    del other
+    cache.take(MIB)
+    del held
+    assert cache.take(MIB).numel() == MIB
+    assert cache._used > 0
+
+
+def test_a_child_forked_while_the_cache_is_at_work_has_one_of_its_own() -> None:
+    reading, writing = os.pipe()
+    with _blocks()._lock:
+        child = os.fork()
+        if not child:
+            fresh((2 * MIB,), torch.float32, CPU)
+            os.write(writing, str(_blocks()._most_used).encode())
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert 8 * MIB <= int(os.read(reading, 100)) < 9 * MIB
+
+
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_results_of_any_size_can_be_changed_in_place(rows: int) -> None:
+    q, k, v = (torch.randn(1, rows, 8, 64, requires_grad=True) for _ in range(3))
+    o, _ = gated_delta_rule(q, k, v, -torch.rand(1, rows, 8), torch.rand(1, rows, 8), use_qk_l2norm=True)
+    o.mul_(2).sum().backward()
+    assert q.grad is not None
+    weight = torch.nn.Parameter(torch.randn(512, 512))
+    x = torch.randn(rows, 512)
+    for y in (Linear(weight)(x), RMSNorm(torch.nn.Parameter(torch.zeros(512)), 1e-6)(x)):
+        y.add_(1).sum().backward()

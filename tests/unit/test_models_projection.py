@@ -187,3 +187,13 @@ def test_a_layer_keeps_its_projections_and_residuals_but_no_norms_and_gates(lora
         small = 2 + config.linear_num_value_heads + 8  # 1 / rms of rows and heads, and ranks of LoRAs
         assert floats <= rows * (D2 + F2 + gated + small), (kind, floats / rows)
         assert floats >= rows * (D2 + F2), "the hooks see what is saved"
+
+
+def test_a_single_row_without_a_row_dimension_passes_a_layer() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    x = torch.randn(3, requires_grad=True)
+    y = Linear(weight)(x)
+    y.sum().backward()
+    assert torch.equal(y, torch.nn.functional.linear(x, weight))
+    assert x.grad is not None
+    assert x.grad.shape == (3,)

@@ -65,7 +65,7 @@ def project(x: Derived, layers: Sequence[Factors]) -> tuple[Tensor, ...]:
     """
     flat = [f for layer in layers for f in (layer.weight, layer.a, layer.b)]
     scalings = tuple(layer.scaling for layer in layers)
-    outs = _Project.apply(x.rows.flatten(0, -2), x.make, x.sources, scalings, *flat)
+    outs = _Project.apply(x.rows[None].flatten(0, -2), x.make, x.sources, scalings, *flat)
     return tuple(y.view(*x.rows.shape[:-1], y.shape[-1]) for y in outs)
 
 
