@@ -5,6 +5,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def report(name: str, rows: list[dict[str, Any]], *, repeats: int) -> None:
     RESULTS.mkdir(exist_ok=True)
     facts = {
         "benchmark": name,
+        "date": datetime.now(UTC).date().isoformat(),
         "repeats": repeats,
         "threads": threads,
         "clock": clock,

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -352,6 +353,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"{case.name:<26}{way:<13}{seconds:>8.3f}{seconds / alone:>7.2f}  {megabytes}", flush=True)
     facts = {
         "benchmark": "context_parallel",
+        "date": datetime.now(UTC).date().isoformat(),
         "ranks": args.ranks,
         "threads_per_rank": 1,
         "threads_of_one_process": args.ranks,

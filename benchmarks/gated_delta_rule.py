@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -231,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"ours, forward and backward, lengths in turns: rows/s {listed}; spread {spread:.0%}")
     setup = {key: getattr(args, key) for key in ("heads", "key_heads", "dim", "threads", "repeats", "clock")}
     versions = {
+        "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
