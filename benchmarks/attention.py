@@ -5,6 +5,7 @@ A chain against torch's causal SDPA, and forests by their time per (query, key) 
 
 import argparse
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 
 from deltamesh.ops.tree_attention import AttentionLayout, tree_attention_rows
 
-HEADS, KEY_HEADS, WIDTH = 8, 2, 256  # query heads share key heads, and heads are 256 wide, in the models at hand
+HEADS, KEY_HEADS = 8, 2  # query heads share key heads in the models at hand
+WIDTHS = 256, 128  # theirs is the first
 
 
 def forest(lengths: list[int], parents: list[int]) -> AttentionLayout:
@@ -29,23 +31,23 @@ def pairs_of(layout: AttentionLayout) -> int:
     return int((layout.tout_X - np.arange(len(layout.tout_X))).sum())
 
 
-def ours(layout: AttentionLayout) -> Callable[[], object]:
+def ours(layout: AttentionLayout, width: int = WIDTHS[0]) -> Callable[[], object]:
     """Forward and backward of the op."""
-    q = torch.randn(layout.num_rows, HEADS, WIDTH).requires_grad_()
-    k, v = (torch.randn(layout.num_rows, KEY_HEADS, WIDTH).requires_grad_() for _ in range(2))
+    q = torch.randn(layout.num_rows, HEADS, width).requires_grad_()
+    k, v = (torch.randn(layout.num_rows, KEY_HEADS, width).requires_grad_() for _ in range(2))
     do = torch.randn_like(q)
 
     def work() -> object:
-        o = tree_attention_rows(q, k, v, scale=WIDTH**-0.5, layout=layout)
+        o = tree_attention_rows(q, k, v, scale=width**-0.5, layout=layout)
         return torch.autograd.grad(o, (q, k, v), do)
 
     return work
 
 
-def sdpa(rows: int, sequences: int = 1) -> Callable[[], object]:
+def sdpa(rows: int, sequences: int = 1, width: int = WIDTHS[0]) -> Callable[[], object]:
     """Forward and backward of causal SDPA."""
-    q = torch.randn(sequences, HEADS, rows, WIDTH).requires_grad_()
-    k, v = (torch.randn(sequences, KEY_HEADS, rows, WIDTH).requires_grad_() for _ in range(2))
+    q = torch.randn(sequences, HEADS, rows, width).requires_grad_()
+    k, v = (torch.randn(sequences, KEY_HEADS, rows, width).requires_grad_() for _ in range(2))
     do = torch.randn_like(q)
 
     def work() -> object:
@@ -65,12 +67,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     rows = []
-    for length in (2048, 4096, 8192):
+    for width, length in product(WIDTHS, (2048, 4096, 8192)):
         if length > options.longest:
             continue
         layout = forest([length], [-1])
-        seconds = alternate({"ours": ours(layout), "peer": sdpa(length)}, options.repeats)
-        rows.append(row(f"chain of {length}", layout, seconds, "SDPA is_causal, same rows"))
+        seconds = alternate({"ours": ours(layout, width), "peer": sdpa(length, width=width)}, options.repeats)
+        rows.append(row(f"chain of {length}, heads of {width}", layout, seconds, "SDPA is_causal, same rows"))
 
     tree = forest([1024] + [128] * 16, [-1] + [0] * 16)
     seconds = alternate({"ours": ours(tree), "peer": sdpa(1152, 16)}, options.repeats)
