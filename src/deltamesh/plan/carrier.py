@@ -4,8 +4,7 @@ The rule computes how long the gated delta rule of one layer, forward and backwa
 a slice waits until everybody has made the states that leave, while work that waits for nobody goes on; paths that cross
 a slice pay for M, and those that enter one for a second pass over the gradients of states. `pipeline`: no extra work,
 but a slice may wait for those before it; the waits are followed block of heads by block of heads, as the carrier runs.
-A pure function of the cuts and the layer's shape, so every rank
-chooses alike.
+A pure function of the cuts and the layer's shape, so every rank chooses alike.
 """
 
 from collections.abc import Sequence

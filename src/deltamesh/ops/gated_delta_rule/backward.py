@@ -116,7 +116,7 @@ class SliceBackward:
         self.run(entering=False, exporting=True)
         return self.finish()
 
-    def run(self, *, entering: bool, exporting: bool | None = None) -> None:
+    def run(self, *, entering: bool, exporting: bool) -> None:
         """The whole backward of the chunks of a kind; what stands below them must have run."""
         with self.engine.precise():
             for index, run in self._reversed(entering=entering, exporting=exporting):

@@ -153,10 +153,10 @@ class SliceEngine:
         """The rest, with the states of all slots [num_slots, H, K, V]."""
         self.run_entering(out, incoming)
 
-    def run_local(self, out: Tensor, given: Tensor, *, exporting: bool | None = None) -> None:
-        """Everything that needs no carried state; fills its rows of `out` [T, H, V].
+    def run_local(self, out: Tensor, given: Tensor, *, exporting: bool) -> None:
+        """What needs no carried state: what stands above an export, or the rest, after it.
 
-        `given` is [num_given, H, K, V]. With `exporting`, only what stands above an export, or only the rest, after it.
+        Fills its rows of `out` [T, H, V]; `given` is [num_given, H, K, V].
         """
         with self.precise():
             for index, run in self.numbered(entering=False, exporting=exporting):
@@ -198,7 +198,7 @@ class SliceEngine:
         return self._stack([self.kept.states[self.schedule.exports[n]] for n in exports], *self.state_shape)
 
     def run_entering(self, out: Tensor, incoming: Tensor, *, exporting: bool | None = None) -> None:
-        """The rest, with the states of all slots [num_slots, H, K, V]; `exporting` as in `run_local`."""
+        """The rest, with the states of all slots [num_slots, H, K, V]; with `exporting` a part, as in `run_local`."""
         with self.precise():
             for index, run in self.numbered(entering=True, exporting=exporting):
                 self._forward(index, run, out, incoming)
